@@ -1,0 +1,94 @@
+"""Writes the README's tables from committed results, so that no figure there is typed by hand.
+
+python -m benchmarks.readme_tables [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+GROCERIES = ROOT / "examples" / "groceries" / "results.json"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def groceries_table() -> str:
+    results: dict[str, Any] = json.loads(GROCERIES.read_text())
+    names = {
+        "ours": "OneRec-V2, sparse MoE (this repository)",
+        "blend": "blend of the three below",
+        "markov": "first-order Markov",
+        "own_repeat": "the household's own top products",
+        "popularity": "popularity",
+    }
+    rows = [
+        [
+            name,
+            *(f"{results[key][metric]:.3f}" for metric in ("hr@10", "ndcg@10")),
+            *(f"{results['random_order'][key][metric]:.3f}" for metric in ("hr@10", "ndcg@10")),
+        ]
+        for key, name in names.items()
+    ]
+    header = [
+        "next item, all positions of the last basket",
+        "HR@10",
+        "NDCG@10",
+        "HR@10, random order",
+        "NDCG@10, random order",
+    ]
+    basket = results["last_basket"]
+    basket_rows = [
+        [key.replace("_", " "), f"{values['recall@10']:.3f}", f"{values['ndcg@10']:.3f}"]
+        for key, values in basket.items()
+    ]
+    basket_table = markdown_table(["last basket as a set", "Recall@10", "NDCG@10"], basket_rows)
+    return f"{markdown_table(header, rows)}\n\n{basket_table}"
+
+
+def fp8_table() -> str:
+    figures: dict[str, float] = json.loads(GROCERIES.read_text())["fp8_vs_bf16"]
+    rows = [
+        ["HR@10, relative change", f"{100 * figures['hr@10_relative_change']:+.2f} %"],
+        ["overlap of the top 50", f"{figures['top50_overlap']:.3f}"],
+        ["bytes of the quantized weights", f"{figures['weight_bytes_ratio']:.2f}x"],
+    ]
+    return markdown_table(["FP8 against BF16", ""], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"groceries": groceries_table, "fp8": fp8_table}
+
+
+def render(readme: str) -> str:
+    """The README with every marked table written afresh. Raises KeyError for a marker without a table."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, readme, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit 1 if the README differs from the results")
+    check = parser.parse_args().check
+    current = README.read_text()
+    updated = render(current)
+    if check and updated != current:
+        sys.exit("README.md differs from the committed results: run python -m benchmarks.readme_tables")
+    if not check:
+        README.write_text(updated)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Engines that run a bundle: `reference` everywhere; faster ones for Hopper GPUs register here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loka_serve.errors import EngineError
+
+if TYPE_CHECKING:
+    from loka_serve.bundle import Bundle
+    from loka_serve.engines.base import Engine, EngineLimits
+
+ENGINES = ("reference",)
+
+
+def load_engine(bundle: Bundle, engine: str, device: str, limits: EngineLimits) -> Engine:
+    """Build the engine named `engine` from a bundle on `device` (`cpu`, `cuda`, `cuda:1`).
+
+    Raises:
+        EngineError: unknown engine or device, or limits that the model cannot reach.
+    """
+    if engine not in ENGINES:
+        raise EngineError(f"engine {engine!r}: expected one of {', '.join(ENGINES)}")
+    # Imported late: the API process reads ENGINES and never loads torch.
+    import torch
+
+    from loka_serve.engines.reference import ReferenceEngine
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineError(f"device {device!r} is not usable here: {str(error).splitlines()[0]}") from error
+    return ReferenceEngine(bundle.load_model(device), bundle.catalog, limits, device)

@@ -1,0 +1,111 @@
+"""What every engine takes and gives: limits, requests, results and the `Engine` protocol. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loka_serve.catalog.catalog import Catalog
+from loka_serve.catalog.filters import CatalogFilter
+from loka_serve.errors import EngineError
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The largest batch that an engine takes: requests, beams a request, history items a request, SID levels."""
+
+    batch: int
+    beam: int
+    context: int
+    levels: int
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One user to recommend for.
+
+    Attributes:
+        history: int32 [items, levels], SID codes, oldest first; may be empty.
+        features: int32 [features], index of each static feature's value, 0 for unknown.
+        beam_width: beams of this request.
+        filter: allowed items and trie nodes, or None when all are.
+    """
+
+    history: NDArray[np.int32]
+    features: NDArray[np.int32]
+    beam_width: int
+    filter: CatalogFilter | None = None
+
+
+@dataclass(frozen=True)
+class RequestBatch:
+    """Requests that run together; their lengths and beam widths may differ."""
+
+    requests: tuple[EngineRequest, ...]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+@dataclass(frozen=True)
+class BeamResult:
+    """Ranked leaves of each request, best first; ties go to the lower leaf.
+
+    Attributes:
+        leaves: int32 [batch, widest beam], catalog leaf indices, -1 where a request has fewer.
+        scores: float32 [batch, widest beam], log-probability of the SID, -inf where a request has fewer.
+        counts: int32 [batch], leaves of each request.
+        failed: bool [batch], requests whose scores were not numbers; their leaves are not to be used.
+        timings: seconds by stage (context, decode, selection).
+    """
+
+    leaves: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    counts: NDArray[np.int32]
+    failed: NDArray[np.bool_]
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Runs a bundle: context processing and all decode levels in one call of fixed steps."""
+
+    name: str
+    limits: EngineLimits
+
+    def recommend(self, batch: RequestBatch) -> BeamResult:
+        """Rank leaves for each request. Raises EngineError when the batch exceeds `limits`."""
+        ...
+
+    def warmup(self) -> None:
+        """Run once at the limits, so that the first request pays for nothing."""
+        ...
+
+    def swap_catalog(self, catalog: Catalog) -> None:
+        """Serve another catalog from the next batch on. Raises EngineError when the codebooks do not fit the model."""
+        ...
+
+
+def check_batch(batch: RequestBatch, limits: EngineLimits, feature_count: int, codebook_sizes: Sequence[int]) -> None:
+    """Refuse what an engine cannot run.
+
+    Raises:
+        EngineError: names the request and the limit or shape that it breaks.
+    """
+    if not 1 <= len(batch) <= limits.batch:
+        raise EngineError(f"batch of {len(batch)} requests: expected 1 to {limits.batch}")
+    for index, request in enumerate(batch.requests):
+        if not 1 <= request.beam_width <= limits.beam:
+            raise EngineError(f"request {index}: beam width {request.beam_width}: expected 1 to {limits.beam}")
+        history = request.history
+        if history.ndim != 2 or history.shape[1] != limits.levels or history.shape[0] > limits.context:
+            raise EngineError(
+                f"request {index}: history of shape {history.shape}: expected [0 to {limits.context}, {limits.levels}]"
+            )
+        if history.size and ((history < 0).any() or (history >= np.asarray(codebook_sizes)).any()):
+            raise EngineError(f"request {index}: history holds a code outside the codebooks {tuple(codebook_sizes)}")
+        if request.features.shape != (feature_count,):
+            raise EngineError(f"request {index}: features {request.features.shape}: expected [{feature_count}]")

@@ -1,0 +1,1 @@
+"""Grouped matrix products: one GEMM per expert over rows sorted by expert."""

@@ -1,0 +1,1 @@
+"""Matrix products of quantized activations and weights: one GEMM per site."""

@@ -1,0 +1,1 @@
+"""Residual addition, RMSNorm and activation quantization in one pass."""

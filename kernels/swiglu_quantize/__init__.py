@@ -1,0 +1,1 @@
+"""SwiGLU and activation quantization in one pass."""

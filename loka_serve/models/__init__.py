@@ -1,0 +1,1 @@
+"""Reference models in plain PyTorch, one file each, and their checkpoints."""

@@ -1,0 +1,70 @@
+"""The fused kernel against its reference: in Triton's interpreter without a GPU, on the GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loka_serve.kernels.norm_quantize import reference
+from tests.kernels.devices import DEVICE, assert_codes_close, compile_for_hopper, needs_triton
+
+pytestmark = needs_triton
+
+
+def inputs(rows: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(rows, width, generator=generator).bfloat16().to(DEVICE) for _ in range(2))
+    # Outlier channels, so that scales differ between blocks.
+    x[:, :: max(width // 3, 1)] *= 50
+    return x, residual, (torch.rand(width, generator=generator) + 0.5).to(DEVICE)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (3, 192), (5, 1408), (2, 65)])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("block_scales", [False, True])
+def test_equals_reference(rows: int, width: int, with_residual: bool, block_scales: bool) -> None:
+    from loka_serve.kernels.norm_quantize import triton as fused
+
+    x, residual, gain = inputs(rows, width, seed=rows * width)
+    added = residual if with_residual else None
+    expected = reference.residual_norm_quantize(x, added, gain, 1e-6, block_scales)
+    total, codes, scale = fused.residual_norm_quantize(x, added, gain, 1e-6, block_scales)
+    assert torch.equal(total, expected[0])
+    # The mean square is summed in another order: one bfloat16 step (2**-8) of the row's largest value.
+    torch.testing.assert_close(scale, expected[2], rtol=2**-7, atol=0)
+    assert_codes_close(codes, expected[1])
+    _, normed = fused.residual_norm(x, added, gain, 1e-6)
+    torch.testing.assert_close(normed, reference.residual_norm(x, added, gain, 1e-6)[1], rtol=2**-7, atol=1e-6)
+
+
+def test_zero_rows_and_a_poisoned_row() -> None:
+    from loka_serve.kernels.norm_quantize import triton as fused
+
+    x, _, gain = inputs(4, 256, seed=1)
+    x[1] = 0
+    x[2, 7] = float("nan")
+    _, codes, scale = fused.residual_norm_quantize(x, None, gain, 1e-6, True)
+    assert (codes[1].float() == 0).all() and torch.isfinite(scale[1]).all()
+    assert codes[2].float().isnan().any(), "a poisoned row must not come out as numbers"
+    assert codes[[0, 3]].float().isfinite().all()
+    assert fused.residual_norm_quantize(x[:0], None, gain, 1e-6, False)[1].shape == (0, 256)
+    with pytest.raises(ValueError, match="x: expected contiguous bfloat16"):
+        fused.residual_norm_quantize(x.float(), None, gain, 1e-6, False)
+    with pytest.raises(ValueError, match="residual"):
+        fused.residual_norm_quantize(x, x[:2], gain, 1e-6, False)
+
+
+def test_compiles_for_hopper() -> None:
+    from loka_serve.kernels.norm_quantize.triton import residual_norm_kernel
+
+    bf16 = dict.fromkeys(("x_ptr", "residual_ptr", "total_ptr", "out_ptr"), "*bf16")
+    strides = dict.fromkeys(("scale_row_stride", "scale_block_stride"), "i32")
+    compile_for_hopper(
+        residual_norm_kernel,
+        signature={**bf16, **strides, "gain_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32"},
+        configurations=[
+            {"WIDTH": width, "BLOCKS": 16, "HAS_RESIDUAL": True, "SCALES": scales, "out_ptr": out}
+            for width in (1408, 1792)
+            for scales, out in ((0, "*bf16"), (1, "*fp8e4nv"), (2, "*fp8e4nv"))
+        ],
+    )
