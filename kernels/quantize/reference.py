@@ -50,14 +50,14 @@ def quantize_rows_e4m3(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     values = values.float()
     amax = _floored_amax(values, dim=-1)
-    return round_to_e4m3(values * (E4M3_MAX / amax).unsqueeze(-1)), amax / E4M3_MAX
+    return round_to_e4m3(values * _divide(E4M3_MAX, amax).unsqueeze(-1)), _divide(amax, E4M3_MAX)
 
 
 def quantize_rows_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     """As ``quantize_rows_e4m3`` to int8: float ``[..., K]`` to int8 ``[..., K]`` and float32 scales ``[...]``."""
     values = values.float()
     amax = _floored_amax(values, dim=-1)
-    return round_to_int8(values * (INT8_MAX / amax).unsqueeze(-1)), amax / INT8_MAX
+    return round_to_int8(values * _divide(INT8_MAX, amax).unsqueeze(-1)), _divide(amax, INT8_MAX)
 
 
 def quantize_row_blocks_e4m3(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,8 +73,8 @@ def quantize_row_blocks_e4m3(values: Tensor) -> tuple[Tensor, Tensor]:
     padded = _pad_to_block(values.float(), dims=(-1,))
     blocks = padded.reshape(*padded.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
     amax = _floored_amax(blocks, dim=-1)
-    codes = round_to_e4m3((blocks * (E4M3_MAX / amax).unsqueeze(-1)).flatten(-2)[..., :columns])
-    return codes, amax / E4M3_MAX
+    codes = round_to_e4m3((blocks * _divide(E4M3_MAX, amax).unsqueeze(-1)).flatten(-2)[..., :columns])
+    return codes, _divide(amax, E4M3_MAX)
 
 
 def quantize_tiles_e4m3(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,8 +90,8 @@ def quantize_tiles_e4m3(values: Tensor) -> tuple[Tensor, Tensor]:
     padded = _pad_to_block(values.float(), dims=(-2, -1))
     tiles = padded.reshape(*values.shape[:-2], padded.shape[-2] // BLOCK, BLOCK, padded.shape[-1] // BLOCK, BLOCK)
     amax = _floored_amax(tiles, dim=(-3, -1))
-    scaled = (tiles * (E4M3_MAX / amax)[..., :, None, :, None]).reshape(padded.shape)
-    return round_to_e4m3(scaled[..., :rows, :columns]), amax / E4M3_MAX
+    scaled = (tiles * _divide(E4M3_MAX, amax)[..., :, None, :, None]).reshape(padded.shape)
+    return round_to_e4m3(scaled[..., :rows, :columns]), _divide(amax, E4M3_MAX)
 
 
 def quantize_static_e4m3(values: Tensor, scale: Tensor) -> Tensor:
@@ -112,6 +112,19 @@ def expand_row_blocks(scale: Tensor, columns: int) -> Tensor:
 def expand_tiles(scale: Tensor, rows: int, columns: int) -> Tensor:
     """Scales ``[..., ceil(N / 128), ceil(K / 128)]`` repeated to one for each value: ``[..., N, K]``."""
     return scale.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)[..., :rows, :columns]
+
+
+def _divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
+    """Correctly rounded quotient of a tensor and a number, in either order, on any device."""
+    # With a Python number torch multiplies by a reciprocal (always for number / tensor, on CUDA for tensor / number),
+    # which rounds twice. A tensor on the same device is divided by as IEEE says.
+    like = numerator if isinstance(numerator, Tensor) else denominator
+    assert isinstance(like, Tensor)
+    if not isinstance(numerator, Tensor):
+        numerator = like.new_full((), numerator)
+    if not isinstance(denominator, Tensor):
+        denominator = like.new_full((), denominator)
+    return numerator / denominator
 
 
 def _floored_amax(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:

@@ -78,6 +78,17 @@ def grouped_linear(x: Tensor, weight: Tensor, group_offsets: Tensor) -> Tensor:
     return torch.cat(parts) if parts else x.new_empty(0, weight.shape[1])
 
 
+class Embedding(nn.Module):
+    """A lookup table [rows, width]. Left uninitialised: torch's own fills it at once, slowly on the meta device."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return F.embedding(indices, self.weight)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a gain, computed in float32 (arXiv 1910.07467)."""
 

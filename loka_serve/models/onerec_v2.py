@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka_serve.models.config import OneRecV2Config
-from loka_serve.models.layers import GroupedLinear, Linear, RMSNorm, SparseMoE, SwiGLU, rotate
+from loka_serve.models.layers import Embedding, GroupedLinear, Linear, RMSNorm, SparseMoE, SwiGLU, rotate
 
 
 @dataclass
@@ -64,15 +64,15 @@ class ContextProcessor(nn.Module):
         super().__init__()
         self.config = config
         width = config.kv_groups * config.head_dim
-        self.item_embeddings = nn.ModuleList([nn.Embedding(size, config.d_model) for size in config.codebook_sizes])
+        self.item_embeddings = nn.ModuleList([Embedding(size, config.d_model) for size in config.codebook_sizes])
         self.feature_embeddings = nn.ModuleList(
-            [nn.Embedding(len(feature.values) + 1, config.d_model) for feature in config.features]
+            [Embedding(len(feature.values) + 1, config.d_model) for feature in config.features]
         )
         self.static = nn.Parameter(torch.empty(config.d_model))
         if config.position_encoding == "recency":
-            self.recency_embedding = nn.Embedding(config.max_context, config.d_model)
+            self.recency_embedding = Embedding(config.max_context, config.d_model)
         if config.short_term_length:
-            self.segment_embedding = nn.Embedding(2, config.d_model)
+            self.segment_embedding = Embedding(2, config.d_model)
         self.projection = Linear(config.d_model, config.d_context)
         self.norms = nn.ModuleList([RMSNorm(width, config.norm_eps) for _ in range(config.kv_layers * config.kv_split)])
         self.dropout = nn.Dropout(0.0)
@@ -199,9 +199,7 @@ class OneRecV2(nn.Module):
         self.config = config
         self.context = ContextProcessor(config)
         self.bos = nn.Parameter(torch.empty(config.d_model))
-        self.token_embeddings = nn.ModuleList(
-            [nn.Embedding(size, config.d_model) for size in config.codebook_sizes[:-1]]
-        )
+        self.token_embeddings = nn.ModuleList([Embedding(size, config.d_model) for size in config.codebook_sizes[:-1]])
         self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
         self.norms = nn.ModuleList([RMSNorm(config.d_model, config.norm_eps) for _ in config.codebook_sizes])
         self.heads = nn.ModuleList([Linear(config.d_model, size) for size in config.codebook_sizes])
@@ -285,7 +283,7 @@ def count_parameters(config: OneRecV2Config) -> tuple[int, int]:
     with torch.device("meta"):
         model = OneRecV2(config)
     total = sum(parameter.numel() for parameter in model.parameters())
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = [module for module in model.modules() if isinstance(module, Embedding)]
     expert_sites = [site for site in model.sites().values() if isinstance(site, GroupedLinear)]
     skipped_experts = config.experts - config.experts_per_token
     embeddings = sum(table.weight.numel() for table in tables)

@@ -94,6 +94,21 @@ def test_row_scales_map_each_rows_amax_to_the_largest_code(quantize, largest: fl
     assert codes.float()[0, 1] == -largest and codes.float()[1, 0] == largest
 
 
+@pytest.mark.parametrize(("quantize", "largest"), [(quantize_rows_e4m3, 448.0), (quantize_rows_int8, 127.0)])
+def test_scales_are_correctly_rounded_quotients(quantize, largest: float) -> None:  # type: ignore[no-untyped-def]
+    amax = torch.rand(5000, 1, generator=torch.Generator().manual_seed(0)) + 0.01
+    _, scale = quantize(amax)
+    expected = (amax[:, 0].numpy() / np.float32(largest)).astype(np.float32)
+    np.testing.assert_array_equal(scale.numpy(), expected)
+    # The codes use largest / amax, rounded once: the middle of a row then lands where IEEE arithmetic puts it.
+    rows = torch.cat([amax, amax * torch.rand(5000, 1, generator=torch.Generator().manual_seed(1))], dim=1)
+    codes, _ = quantize(rows)
+    factor = np.float32(largest) / amax[:, 0].numpy()
+    rounding = round_to_e4m3 if largest == 448.0 else round_to_int8
+    expected_codes = rounding(torch.from_numpy(rows[:, 1].numpy() * factor))
+    assert torch.equal(codes[:, 1].float(), expected_codes.float())
+
+
 def test_row_blocks_have_a_scale_each_and_a_narrower_last_one() -> None:
     values = torch.zeros(2, 300)
     values[0, 5], values[0, 130], values[0, 299] = 4.0, -8.0, 2.0
@@ -115,7 +130,7 @@ def test_tiles_have_a_scale_each_and_smaller_ones_at_the_edges() -> None:
                 rows, columns = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
                 tile = values[group, rows, columns]
                 assert scale[group, row, column] == tile.abs().max() / 448.0
-                expected = round_to_e4m3(tile * (448.0 / tile.abs().max()))
+                expected = round_to_e4m3(tile * (torch.tensor(448.0) / tile.abs().max()))
                 assert torch.equal(codes[group, rows, columns].view(torch.uint8), expected.view(torch.uint8))
     expanded = expand_tiles(scale, 130, 257)
     assert expanded.shape == values.shape and expanded[2, 129, 256] == scale[2, 1, 2]

@@ -1,0 +1,300 @@
+"""`python -m loka_serve.build`: a checkpoint, a catalog and calibration histories become a bundle."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import loka_serve
+from loka_serve.bundle import (
+    CATALOG_FILE,
+    CONFIG_FILE,
+    GATE_FILE,
+    PLAN_FILE,
+    PROBE_FILE,
+    Bundle,
+    check_replaceable,
+    publish,
+    staging_directory,
+    write_json,
+    write_manifest,
+)
+from loka_serve.bundle_weights import load_parameter, stored_dtype
+from loka_serve.catalog.catalog import Catalog
+from loka_serve.catalog.readers import read_catalog
+from loka_serve.catalog.storage import is_compiled_catalog
+from loka_serve.config import BuildConfig
+from loka_serve.engines import ENGINES
+from loka_serve.engines.base import EngineLimits, EngineRequest
+from loka_serve.engines.reference import ReferenceEngine
+from loka_serve.errors import EngineError, LokaError, QuantizationError
+from loka_serve.gate import GateResult, compare, recommend_items
+from loka_serve.models.checkpoint import load_checkpoint, load_config
+from loka_serve.models.config import OneRecV2Config
+from loka_serve.models.onerec_v2 import OneRecV2
+from loka_serve.probe.collect import collect
+from loka_serve.probe.histories import known_targets, sample_histories, to_request
+from loka_serve.probe.report import SiteReport, costliest_sites, format_bytes, format_table, weight_bytes_ratio
+from loka_serve.probe.run import probe_and_quantize
+from loka_serve.quantization.methods import SiteMethod
+from loka_serve.quantization.plan import PrecisionPlan
+from loka_serve.quantization.recipes import RECIPES, State, check_finite
+from loka_serve.tensor_files import TensorWriter
+
+EXIT_ERROR, EXIT_GATE, EXIT_INTERRUPTED = 2, 3, 130
+SERVED_BATCH = 32
+"""Requests of a batch that a server takes unless its settings say otherwise."""
+CACHE_BYTES = 64 << 20
+"""Up to this checkpoint size, float32 copies of the weights are kept for speed; beyond it memory matters more."""
+
+
+@dataclass(frozen=True)
+class BuildOutcome:
+    """What a build did. `path` is where the bundle is: beside the place asked for if the gate failed."""
+
+    path: Path
+    sites: list[SiteReport]
+    gate: GateResult
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Everything that a build reads but the weights."""
+
+    model: OneRecV2Config
+    catalog: Catalog
+    calibration: list[EngineRequest]
+    held_out: list[EngineRequest]
+    targets: list[set[int]]
+
+
+def build(config: BuildConfig) -> BuildOutcome:
+    """Build a bundle: calibrate, choose, quantize, write, and compare with BF16.
+
+    The checkpoint is in memory once; sites are quantized, written and freed one by one. Where the gate fails, nothing
+    at `config.out` is touched and the bundle is left at the same path with ``.rejected`` appended.
+
+    Raises:
+        LokaError: names the file, flag, tensor or site at fault.
+    """
+    started = time.monotonic()
+    rejected = config.out.with_name(config.out.name + ".rejected")
+    check_replaceable(config.out)
+    check_replaceable(rejected)
+    if config.engine not in ENGINES:
+        raise EngineError(f"--engine {config.engine}: expected one of {', '.join(ENGINES)}")
+    device = _device(config.device)
+    inputs = _read_inputs(config)
+    limits = EngineLimits(config.batch, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels)
+    top_k = min(config.gate_top_k, inputs.model.beam_width)
+    bar = _Bars(config.quiet)
+
+    model = load_checkpoint(config.checkpoint, device)
+    cache_weight = sum(parameter.nbytes for parameter in model.parameters()) <= CACHE_BYTES
+    run_as_bf16(model, cache_weight)
+    engine = ReferenceEngine(model, inputs.catalog, limits, device)
+    with bar("calibrate", len(inputs.calibration)) as progress:
+        observed = collect(engine, model, inputs.calibration, progress)
+    with bar("rank in BF16", len(inputs.held_out)) as progress:
+        bf16 = recommend_items(engine, inputs.catalog, inputs.held_out, top_k, progress)
+    del engine
+
+    with staging_directory(config.out) as stage:
+        with bar("quantize", len(model.sites())) as progress, TensorWriter(stage, config.max_shard_bytes) as writer:
+
+            def store(site: str, state: State) -> None:
+                for key, tensor in state.items():
+                    writer.write(f"{site}.{key}", tensor)
+
+            _write_parameters(model, writer)
+            sites = probe_and_quantize(model, observed, config.recipe, store, progress)
+        del model
+        gc.collect()
+        _write_descriptions(stage, inputs, sites)
+        _complete(stage, config, inputs, gate={"passed": None})
+        bundle = Bundle.load(stage, verify=False)
+        quantized_engine = ReferenceEngine(
+            bundle.load_model(device, cache_weight=cache_weight), inputs.catalog, limits, device
+        )
+        with bar("rank quantized", len(inputs.held_out)) as progress:
+            quantized = recommend_items(quantized_engine, inputs.catalog, inputs.held_out, top_k, progress)
+        gate = compare(quantized, bf16, inputs.targets, top_k, config.min_top_k_overlap)
+        _complete(stage, config, inputs, gate.to_dict())
+        destination = config.out if gate.passed else rejected
+        publish(stage, destination)
+    return BuildOutcome(destination, sites, gate, time.monotonic() - started)
+
+
+def run_as_bf16(model: OneRecV2, cache_weight: bool) -> None:
+    """Let a loaded model compute as a bf16 bundle of it would, while its sites keep their weights.
+
+    Raises:
+        QuantizationError: names a site whose weight is not finite.
+    """
+    sites = model.sites()
+    for name, parameter in list(model.named_parameters()):
+        if name.removesuffix(".weight") not in sites:
+            rounded = parameter.data.to(stored_dtype(parameter))
+            load_parameter(model, name, rounded, parameter.device, torch.float32)
+    for name, site in sites.items():
+        assert site.weight is not None
+        try:
+            check_finite(site.weight.data)
+        except QuantizationError as error:
+            raise QuantizationError(f"site {name}: {error}") from error
+        site.method = SiteMethod(RECIPES["bf16"], {"weight": site.weight.data}, cache_weight)
+
+
+def _read_inputs(config: BuildConfig) -> _Inputs:
+    model = load_config(config.checkpoint)
+    compiled = config.catalog.suffix == ".safetensors" and is_compiled_catalog(config.catalog)
+    # A compiled catalog has codebook sizes of its own; the engine checks that they fit.
+    catalog = read_catalog(config.catalog, None if compiled else model.codebook_sizes)
+    calibration, held_out = sample_histories(
+        config.calibration, config.held_out, catalog, config.calibration_rows, config.gate_rows, config.seed
+    )
+    return _Inputs(
+        model=model,
+        catalog=catalog,
+        calibration=[to_request(history, catalog, model, model.beam_width) for history in calibration],
+        held_out=[to_request(history, catalog, model, model.beam_width) for history in held_out],
+        targets=known_targets(held_out, catalog),
+    )
+
+
+def _write_parameters(model: OneRecV2, writer: TensorWriter) -> None:
+    """Everything that is no site's weight: embeddings, norm gains, biases."""
+    sites = model.sites()
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") not in sites:
+            writer.write(name, parameter.data.to(stored_dtype(parameter)))
+
+
+def _write_descriptions(stage: Path, inputs: _Inputs, sites: list[SiteReport]) -> None:
+    plan = PrecisionPlan({site.name: site.choice.recipe for site in sites})
+    write_json(stage / CONFIG_FILE, inputs.model.to_dict())
+    write_json(stage / PLAN_FILE, plan.to_dict())
+    write_json(
+        stage / PROBE_FILE,
+        {"calibration_rows": len(inputs.calibration), "sites": [site.to_dict() for site in sites]},
+    )
+    inputs.catalog.save(stage / CATALOG_FILE)
+
+
+def _complete(stage: Path, config: BuildConfig, inputs: _Inputs, gate: Mapping[str, Any]) -> None:
+    """Write what is known of the gate, and the manifest over all files; the bundle can be loaded from then on."""
+    write_json(stage / GATE_FILE, gate)
+    write_manifest(
+        stage,
+        model_name=config.checkpoint.resolve().name if config.model_name == "auto" else config.model_name,
+        engine=config.engine,
+        limits=EngineLimits(SERVED_BATCH, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels),
+        details={
+            "recipe": config.recipe,
+            "seed": config.seed,
+            "catalog_version": inputs.catalog.version,
+            "loka_serve": loka_serve.__version__,
+            "torch": torch.__version__,
+        },
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise EngineError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+class _Bars:
+    """Progress bars on a terminal's standard error; nothing elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._off = quiet or not sys.stderr.isatty()
+
+    @contextmanager
+    def __call__(self, title: str, total: int) -> Iterator[Callable[[int], object]]:
+        with tqdm(total=total, desc=title.ljust(14), disable=self._off, file=sys.stderr, leave=True) as bar:
+            yield bar.update
+
+
+def summarize(outcome: BuildOutcome) -> str:
+    """One line: where the bundle is, what became of the weights, the gate's figures, time and memory."""
+    quantized = [site for site in outcome.sites if site.choice.recipe != "bf16"]
+    ratio = weight_bytes_ratio(outcome.sites)
+    before, after = sum(site.bf16_bytes for site in quantized), sum(site.weight_bytes for site in quantized)
+    weights = f", their weights {format_bytes(before)} -> {format_bytes(after)} ({ratio:.3f}x)" if quantized else ""
+    gate = outcome.gate
+    return (
+        f"{outcome.path}: {len(quantized)} of {len(outcome.sites)} sites quantized{weights}; "
+        f"gate {'passed' if gate.passed else 'FAILED'}: top-{gate.top_k} overlap with BF16 {gate.top_k_overlap:.3f} "
+        f"(at least {gate.min_top_k_overlap:g}), top-1 {gate.top_1_agreement:.3f} over {gate.rows} histories; "
+        f"{outcome.seconds:.1f} s, peak {format_bytes(peak_memory())}"
+    )
+
+
+def peak_memory() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    try:
+        # Unlike getrusage, this does not count what a parent process held when it started us.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 built, 2 bad input, 3 the gate failed, 130 interrupted."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the half-written bundle is removed
+    try:
+        config = BuildConfig.from_command_line(sys.argv[1:] if arguments is None else arguments, os.environ)
+        outcome = build(config)
+    except (LokaError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    print(format_table(outcome.sites))
+    print(summarize(outcome))
+    if outcome.gate.passed:
+        return 0
+    costliest = ", ".join(
+        f"{site.name} ({site.choice.recipe}, {site.errors[site.choice.recipe].output.relative_frobenius:.3f})"
+        for site in costliest_sites(outcome.sites, 5)
+    )
+    print(
+        f"gate: top-{outcome.gate.top_k} overlap {outcome.gate.top_k_overlap:.3f} is below --min-top-k-overlap "
+        f"{outcome.gate.min_top_k_overlap:g}; sites with the largest error: {costliest or 'none is quantized'}",
+        file=sys.stderr,
+    )
+    return EXIT_GATE
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

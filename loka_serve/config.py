@@ -1,0 +1,169 @@
+"""Settings of the command lines: one frozen dataclass per concern; each field is a flag and an environment variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from loka_serve.engines import ENGINES
+from loka_serve.settings import (
+    Choice,
+    Device,
+    Directory,
+    ExistingPath,
+    Integer,
+    Number,
+    OutputPath,
+    Switch,
+    Text,
+    read_settings,
+    setting,
+)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of `python -m loka_serve.serve`."""
+
+    bundle: Path = setting(Directory(), "the bundle that python -m loka_serve.build wrote", "what to serve")
+    engine: str = setting(
+        Choice(("auto", *ENGINES)), "what runs the bundle; auto takes the one it was built for", "what to serve", "auto"
+    )
+    device: str = setting(
+        Device(), "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one", "what to serve", "auto"
+    )
+    cpu_threads: int = setting(
+        Integer(0, 1024), "threads of an engine on the CPU; 0 leaves one core to the API", "what to serve", 0
+    )
+    model_name: str = setting(
+        Text("NAME"), "the model's name in answers; auto takes the bundle's", "what to serve", "auto"
+    )
+    max_beam_width: int = setting(
+        Integer(0, 65536), "widest beam of a request; 0 takes the bundle's, but at least 128", "what to serve", 0
+    )
+    max_context: int = setting(
+        Integer(0, 1 << 20), "longest history that is used (the newest items); 0 takes the bundle's", "what to serve", 0
+    )
+
+    host: str = setting(Text("ADDRESS"), "address to listen on", "listening", "127.0.0.1")
+    port: int = setting(Integer(0, 65535), "port to listen on; 0 takes a free one", "listening", 8000)
+
+    max_batch: int = setting(
+        Integer(0, 4096), "most requests that are computed together; 0 takes the bundle's limit", "batching", 0
+    )
+    max_delay_ms: float = setting(
+        Number(0, 10_000), "longest time that a request waits for others to share its batch", "batching", 2.0
+    )
+
+    max_queue: int = setting(
+        Integer(1, 1 << 20), "most requests that wait; beyond that the answer is 429", "limits", 1024
+    )
+    max_body_bytes: int = setting(
+        Integer(1, 1 << 30), "largest request body; beyond that the answer is 413", "limits", 4 << 20
+    )
+    max_batch_requests: int = setting(
+        Integer(1, 1 << 16), "most requests in one POST /v1/recommend/batch", "limits", 256
+    )
+    default_timeout_ms: float = setting(
+        Number(1, 3_600_000), "deadline of a request that names none; beyond that the answer is 504", "limits", 5_000.0
+    )
+    body_timeout_s: float = setting(Number(0.1, 3_600), "longest time for a request body to arrive", "limits", 10.0)
+
+    allow_catalog_updates: bool = setting(
+        Switch(), "open PUT /v1/catalog and POST /v1/catalog/rollback to whoever reaches the port", "catalog", False
+    )
+    max_catalog_bytes: int = setting(Integer(1, 1 << 40), "largest body of PUT /v1/catalog", "catalog", 2 << 30)
+
+    engine_start_timeout_s: float = setting(
+        Number(1, 86_400), "longest time for the engine to load and warm up", "faults", 900.0
+    )
+    engine_batch_timeout_s: float = setting(
+        Number(0.1, 86_400),
+        "longest time for one batch; beyond that the engine is killed and restarted",
+        "faults",
+        60.0,
+    )
+    engine_restarts: int = setting(
+        Integer(0, 1000), "failed restarts of the engine in a row before the server gives up and exits", "faults", 8
+    )
+    drain_timeout_s: float = setting(
+        Number(0, 3_600), "after SIGTERM: longest time to answer the requests in flight", "faults", 8.0
+    )
+
+    log_level: str = setting(
+        Choice(("debug", "info", "warning", "error")), "least level that is logged", "logging", "info"
+    )
+    summary_interval_s: float = setting(
+        Number(0, 86_400), "seconds between the log's one-line summaries; 0 for none", "logging", 10.0
+    )
+
+    @classmethod
+    def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Self:
+        """Read the settings; a flag wins over its environment variable.
+
+        Raises:
+            ConfigError: a value that is not as expected, an unknown flag, a required setting that is missing.
+        """
+        return read_settings(
+            cls,
+            "python -m loka_serve.serve",
+            "Serve a bundle over HTTP: POST /v1/recommend answers a history with items. Docs at /docs.",
+            arguments,
+            environment,
+        )
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """Settings of `python -m loka_serve.build`."""
+
+    checkpoint: Path = setting(Directory(), "directory with config.json and model*.safetensors", "what to build")
+    catalog: Path = setting(ExistingPath(), "items with their semantic IDs, in any known format", "what to build")
+    calibration: Path = setting(ExistingPath(), "user histories to calibrate on", "what to build")
+    out: Path = setting(OutputPath(), "the bundle to write; an older bundle there is replaced", "what to build")
+    held_out: Path | None = setting(
+        ExistingPath(), "user histories for the gate; without it, other rows of --calibration", "what to build", None
+    )
+    model_name: str = setting(
+        Text("NAME"), "the model's name in answers; auto takes the checkpoint directory's", "what to build", "auto"
+    )
+
+    recipe: str = setting(
+        Choice(("auto", "bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_row")),
+        "precision of attention, feed-forward and experts; auto lets the probe choose for every site",
+        "precision",
+        "auto",
+    )
+    calibration_rows: int = setting(Integer(1, 1 << 20), "histories to calibrate on", "precision", 128)
+    gate_rows: int = setting(Integer(1, 1 << 20), "histories to compare with BF16 on", "precision", 128)
+    gate_top_k: int = setting(Integer(1, 1 << 16), "K of the gate's overlap; at most the beams", "precision", 50)
+    min_top_k_overlap: float = setting(
+        # Above what FP8 on load is reported to reach (0.70..0.76) and below what the near-uniform scores of random
+        # weights give (about 0.85); a trained model should be held to 0.9 or more.
+        Number(0, 1),
+        "least top-K overlap with BF16; below it the exit code is 3 and the bundle is left at OUT.rejected",
+        "precision",
+        0.8,
+    )
+    seed: int = setting(Integer(0, 1 << 31), "seed of the rows that are picked", "precision", 0)
+
+    engine: str = setting(Text("NAME"), "the engine that the bundle is for", "how", "reference")
+    device: str = setting(
+        Device(), "where to calibrate: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one", "how", "auto"
+    )
+    batch: int = setting(Integer(1, 4096), "histories that run together while building", "how", 8)
+    max_shard_bytes: int = setting(Integer(1 << 20, 1 << 45), "largest weight file", "how", 4 << 30)
+    quiet: bool = setting(Switch(), "no progress bars", "how", False)
+
+    @classmethod
+    def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Self:
+        """Read the settings, as `ServerConfig.from_command_line` does."""
+        return read_settings(
+            cls,
+            "python -m loka_serve.build",
+            "Turn a checkpoint, a catalog and calibration histories into a bundle for python -m loka_serve.serve.",
+            arguments,
+            environment,
+        )

@@ -1,0 +1,85 @@
+"""`auto`: picks each site's recipe from what the probe measured.
+
+Linear sites (attention, dense feed-forward, context) take fp8_row and grouped ones (experts) fp8_block, as the kernels
+for them are fastest; where that recipe's floored MERE is not below 0.2 the other one is tried, then bf16.
+
+Routers and heads decide discretely, so a small output error is not enough there. They stay bf16 unless fp8_row passes
+the rule above and, on the calibration rows:
+
+* a router still selects at least 99.9 % of the experts;
+* a head keeps at least 99 % of its top 50 codes, and its distribution stays within 0.001 nats of the reference's.
+
+Embeddings and norms are not GEMMs and always stay high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loka_serve.probe.measure import RecipeError
+from loka_serve.probe.sites import SiteKind
+from loka_serve.quantization.recipes import RECIPES
+
+MAX_FLOORED_MERE = 0.2
+MIN_ROUTING_AGREEMENT = 0.999
+MIN_HEAD_OVERLAP = 0.99
+MAX_HEAD_KL = 1e-3
+
+PREFERENCES: dict[SiteKind, tuple[str, ...]] = {
+    "linear": ("fp8_row", "fp8_block"),
+    "grouped": ("fp8_block", "fp8_row"),
+    "router": ("fp8_row",),
+    "head": ("fp8_row",),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A site's recipe and, in a few words, why."""
+
+    recipe: str
+    reason: str
+
+
+def choose(kind: SiteKind, errors: Mapping[str, RecipeError]) -> Choice:
+    """The recipe of a site from the errors measured there; no errors (the site saw no rows) means bf16."""
+    if not errors:
+        return Choice("bf16", "no calibration rows reached it")
+    reasons: list[str] = []
+    for recipe in PREFERENCES[kind]:
+        objection = _objection(kind, errors[recipe])
+        if objection is None:
+            return Choice(recipe, "; ".join([*reasons, f"{recipe} is within bounds"]))
+        reasons.append(f"{recipe}: {objection}")
+    return Choice("bf16", "; ".join(reasons))
+
+
+def fixed(kind: SiteKind, recipe: str, errors: Mapping[str, RecipeError]) -> Choice:
+    """A recipe asked for by name: at linear and grouped sites. Routers and heads stay bf16, as under `auto`."""
+    if recipe == "bf16" or kind in ("linear", "grouped"):
+        if RECIPES[recipe].needs_input_amax and not errors:
+            return Choice("bf16", f"no calibration rows reached it, which {recipe} needs")
+        return Choice(recipe, "asked for")
+    return Choice("bf16", f"a {kind} stays high")
+
+
+def _objection(kind: SiteKind, error: RecipeError) -> str | None:
+    """Why a recipe must not run at a site, or None. A NaN fails every comparison, hence their direction."""
+    mere = error.output.floored_mere
+    if not mere < MAX_FLOORED_MERE:
+        return f"floored MERE {mere:.3f} is not below {MAX_FLOORED_MERE}"
+    worst = error.worst_group_floored_mere
+    if worst is not None and not worst < MAX_FLOORED_MERE:
+        return f"floored MERE {worst:.3f} in group {error.worst_group} is not below {MAX_FLOORED_MERE}"
+    if kind == "router":
+        assert error.routing is not None
+        if not error.routing >= MIN_ROUTING_AGREEMENT:
+            return f"keeps {error.routing:.2%} of the selected experts, below {MIN_ROUTING_AGREEMENT:.1%}"
+    if kind == "head":
+        assert error.logits is not None
+        if not error.logits.top_k_overlap >= MIN_HEAD_OVERLAP:
+            return f"keeps {error.logits.top_k_overlap:.2%} of the top codes, below {MIN_HEAD_OVERLAP:.0%}"
+        if not error.logits.kl_divergence <= MAX_HEAD_KL:
+            return f"KL divergence {error.logits.kl_divergence:.1e} nats is above {MAX_HEAD_KL:.0e}"
+    return None

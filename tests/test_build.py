@@ -1,0 +1,269 @@
+"""`python -m loka_serve.build` end to end: recipes, the gate, bad input, interruption, memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loka_serve.build import EXIT_ERROR, EXIT_GATE, main
+from loka_serve.bundle import Bundle
+from loka_serve.models.config import PRESETS
+from tests.building import build_arguments, write_checkpoint, write_histories
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("build")
+    build_arguments(folder)
+    return folder
+
+
+def build(folder: Path, out: Path, *more: str) -> int:
+    arguments = build_arguments(folder, *more)
+    arguments[arguments.index("--out") + 1] = str(out)
+    return main(arguments)
+
+
+def test_auto_end_to_end(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(folder, tmp_path / "bundle") == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""  # no progress bars where nobody watches
+    bundle = Bundle.load(tmp_path / "bundle")
+    for site, recipe in bundle.plan.recipes.items():
+        row = next(line for line in output.splitlines() if line.startswith(f"{site} "))
+        assert f" {recipe} " in row
+        if ".router" in site or site.startswith("heads."):
+            assert recipe == "bf16"  # random weights: near ties everywhere
+        else:
+            assert recipe == ("fp8_block" if re.search(r"moe\.(gate_up|down)$", site) else "fp8_row")
+    summary = output.splitlines()[-1]
+    assert summary.startswith(f"{tmp_path / 'bundle'}: 23 of 28 sites quantized") and "gate passed" in summary
+    ratio = re.search(r"\((0\.\d+)x\)", summary)
+    assert ratio is not None and 0.5 < float(ratio[1]) < 0.55
+
+
+def test_the_probe_is_in_the_bundle(folder: Path, tmp_path: Path) -> None:
+    assert build(folder, tmp_path / "bundle") == 0
+    probe = Bundle.load(tmp_path / "bundle").probe
+    sites = {site["name"]: site for site in probe["sites"]}
+    assert probe["calibration_rows"] == 8
+    down = sites["layers.1.moe.down"]
+    assert down["kind"] == "grouped" and down["shape"] == [8, 64, 64] and down["choice"]["recipe"] == "fp8_block"
+    assert set(down["errors"]) == {"bf16", "fp8_tensor", "fp8_row", "fp8_block", "int8_row"}
+    assert 0.02 < down["errors"]["fp8_block"]["output"]["relative_frobenius"] < 0.05
+    assert len(down["groups"]) == 8 and sum(group["rows"] for group in down["groups"]) == down["inputs"]["rows"] > 0
+    assert max(group["absmax"] for group in down["groups"]) == down["inputs"]["absmax"]
+    assert 0 < down["inputs"]["p99"] < down["inputs"]["absmax"] and down["inputs"]["variance"] > 0
+    # Initialised as N(0, 1 / in): the weight's statistics say so.
+    assert down["weight"]["variance"] == pytest.approx(1 / 64, rel=0.05)
+    assert down["weight"]["p99"] == pytest.approx(2.576 / 8, rel=0.05)
+    assert sites["heads.0"]["errors"]["fp8_row"]["logits"]["kl_divergence"] > 0
+    assert 0.5 < sites["layers.1.moe.router"]["errors"]["fp8_row"]["routing"] <= 1
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row", "fp8_block", "int8_row"])
+def test_a_recipe_asked_for(folder: Path, tmp_path: Path, recipe: str) -> None:
+    assert build(folder, tmp_path / "bundle", "--recipe", recipe) == 0
+    bundle = Bundle.load(tmp_path / "bundle")
+    high = {site for site, used in bundle.plan.recipes.items() if used == "bf16"}
+    assert high == {site for site in bundle.plan.recipes if ".router" in site or site.startswith("heads.")}
+    assert set(bundle.plan.recipes.values()) == {"bf16", recipe}
+    if recipe == "fp8_tensor":  # the static scale is calibration's amax over 448
+        inputs = {site["name"]: site["inputs"] for site in bundle.probe["sites"]}
+        scales = load_file(tmp_path / "bundle" / "weights-f32-00001.safetensors")
+        scale = scales["layers.0.mlp.down.input_scale"].item()
+        assert scale == pytest.approx(inputs["layers.0.mlp.down"]["absmax"] / 448, rel=1e-6)
+
+
+def test_bf16_agrees_with_itself(folder: Path, tmp_path: Path) -> None:
+    assert build(folder, tmp_path / "bundle", "--recipe", "bf16", "--min-top-k-overlap", "1") == 0
+    gate = Bundle.load(tmp_path / "bundle").gate
+    assert gate["top_k_overlap"] == gate["top_1_agreement"] == 1.0
+    assert all(values["bf16"] == values["quantized"] for values in gate["quality"].values())
+
+
+def test_a_failing_gate_exits_with_3_and_touches_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bundle"
+    assert build(folder, out, "--recipe", "bf16") == 0
+    before = (out / "bundle.json").read_bytes()
+    capsys.readouterr()
+    assert build(folder, out, "--min-top-k-overlap", "1") == EXIT_GATE
+    output, errors = capsys.readouterr()
+    assert "gate FAILED" in output
+    named = re.findall(r"(\S+) \(fp8_\w+, 0\.\d+\)", errors)
+    rejected = Bundle.load(tmp_path / "bundle.rejected")
+    assert len(named) == 5 and set(named) <= set(rejected.plan.quantized_sites)
+    assert rejected.gate["passed"] is False and rejected.gate["top_k_overlap"] < 1
+    assert (out / "bundle.json").read_bytes() == before
+
+
+def test_held_out_file(folder: Path, tmp_path: Path) -> None:
+    held_out = write_histories(tmp_path / "held_out.jsonl", 5, seed=9)
+    assert build(folder, tmp_path / "bundle", "--held-out", str(held_out), "--gate-rows", "100") == 0
+    bundle = Bundle.load(tmp_path / "bundle")
+    assert bundle.gate["rows"] == 5 and set(bundle.gate["quality"]) >= {"recall@10", "ndcg@10", "hit_rate@10"}
+
+
+def test_amazon_catalog_and_histories_as_they_are(amazon_industrial: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "checkpoint", PRESETS["tiny"])
+    arguments = ["--checkpoint", str(tmp_path / "checkpoint"), "--catalog", str(amazon_industrial)]
+    arguments += ["--calibration", str(amazon_industrial / "test.csv"), "--out", str(tmp_path / "bundle")]
+    # The default threshold: random weights pass it.
+    assert main([*arguments, "--calibration-rows", "16", "--gate-rows", "32", "--device", "cpu"]) == 0
+    bundle = Bundle.load(tmp_path / "bundle")
+    assert bundle.catalog.item_count == 3686 and bundle.gate["top_k_overlap"] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--checkpoint", "nowhere", "--checkpoint: expected an existing directory, got 'nowhere'"),
+        ("--catalog", "nowhere", "--catalog: expected an existing file or directory"),
+        ("--recipe", "fp4", "--recipe: expected one of auto, bf16, "),
+        ("--engine", "warp", "--engine warp: expected one of reference"),
+        ("--gate-rows", "0", "--gate-rows: expected a whole number from 1"),
+        ("--device", "cuda:99", "--device cuda:99: this machine has"),
+        ("--surprise", "1", "--surprise"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
+    assert build(folder, tmp_path / "bundle", flag, value) == EXIT_ERROR
+    output, errors = capsys.readouterr()
+    assert output == "" and errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_bad_files_are_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error(*more: str) -> str:
+        assert build(folder, tmp_path / "bundle", *more) == EXIT_ERROR
+        errors = capsys.readouterr().err
+        assert errors.startswith("error: ") and errors.count("\n") == 1
+        return errors
+
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"item_id": "a"}\n')
+    assert "broken.jsonl" in error("--catalog", str(broken))
+    assert "broken.jsonl" in error("--calibration", str(broken))
+    assert "config.json: file not found" in error("--checkpoint", str(tmp_path))
+
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["layers.0.mlp.down.weight"][3, 5] = math.nan
+    save_file(tensors, checkpoint / "model.safetensors")
+    assert "site layers.0.mlp.down: the weight holds NaN" in error("--checkpoint", str(checkpoint))
+    del tensors["heads.1.weight"]
+    save_file(tensors, checkpoint / "model.safetensors")
+    assert "missing tensor heads.1.weight" in error("--checkpoint", str(checkpoint))
+
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "mine.txt").touch()
+    assert "holds files that are no bundle" in error()
+    assert (tmp_path / "bundle" / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_leaves_nothing(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    more = ("--calibration-rows", "2", "--gate-rows", "22", "--batch", "1")
+    arguments = build_arguments(folder, *more)
+    arguments[arguments.index("--out") + 1] = str(tmp_path / "bundle")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loka_serve.build", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.iterdir()):  # until it has begun to write
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "interrupted: nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+MEASURE_PEAK = """
+import sys
+import torch
+torch.set_num_threads(1)
+from loka_serve.build import main, peak_memory
+for arguments in (sys.argv[1].split("|"), sys.argv[2].split("|")):
+    code = main(arguments)
+    print("PEAK", code, peak_memory())
+"""
+
+MEASURE_LOAD = """
+import sys
+import torch
+torch.set_num_threads(1)
+from loka_serve.build import peak_memory
+from loka_serve.bundle import Bundle
+for path in sys.argv[1:]:
+    model = Bundle.load(path).load_model()
+    print("PEAK", 0, peak_memory())
+    del model
+"""
+
+
+def peaks(program: str, *arguments: str) -> list[int]:
+    """Peak memory of a process after each of its steps."""
+    result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    found = re.findall(r"^PEAK (\d+) (\d+)$", result.stdout, re.MULTILINE)
+    assert [code for code, _ in found] == ["0", "0"], result.stderr
+    return [int(peak) for _, peak in found]
+
+
+def test_peak_memory_stays_below_twice_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """Beyond what the same build of a tiny checkpoint needs, which is Python, torch and its libraries."""
+    large = {"d_model": 768, "heads": 6, "head_dim": 128, "d_ff": 1536, "expert_width": 768, "beam_width": 4}
+    config = json.loads((folder / "checkpoint" / "config.json").read_text()) | large
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    write_random_weights(checkpoint)
+    size = (checkpoint / "model.safetensors").stat().st_size
+    assert size > 80e6
+
+    def arguments(out: str, *more: str) -> list[str]:
+        found = build_arguments(folder, "--calibration-rows", "2", "--gate-rows", "2", *more)
+        found[found.index("--out") + 1] = str(tmp_path / out)
+        return found
+
+    steps = arguments("small"), arguments("large", "--checkpoint", str(checkpoint))
+    baseline, peak = peaks(MEASURE_PEAK, *("|".join(step) for step in steps))
+    assert peak - baseline < 2 * size
+
+    stored = sum(file.stat().st_size for file in (tmp_path / "large").glob("weights-*"))
+    baseline, peak = peaks(MEASURE_LOAD, str(tmp_path / "small"), str(tmp_path / "large"))
+    # In memory the weights are float32, four bytes for each stored one, and there is one site's copy in between;
+    # with the file and its copies both in memory it would be more than five.
+    assert peak - baseline < 5 * stored
+
+
+def write_random_weights(checkpoint: Path) -> None:
+    from loka_serve.models.checkpoint import load_config
+    from loka_serve.models.onerec_v2 import OneRecV2
+
+    with torch.device("meta"):
+        model = OneRecV2(load_config(checkpoint))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        scale = parameter.shape[-1] ** -0.5
+        tensors[name] = torch.randn(parameter.shape, generator=generator).mul_(scale).bfloat16()
+    save_file(tensors, checkpoint / "model.safetensors")
