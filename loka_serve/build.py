@@ -37,6 +37,7 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.catalog.readers import read_catalog
 from loka_serve.catalog.storage import is_compiled_catalog
 from loka_serve.config import BuildConfig
+from loka_serve.cores import default_threads
 from loka_serve.engines import ENGINES
 from loka_serve.engines.base import EngineLimits, EngineRequest
 from loka_serve.engines.reference import ReferenceEngine
@@ -97,6 +98,7 @@ def build(config: BuildConfig) -> BuildOutcome:
     check_replaceable(rejected)
     if config.engine not in ENGINES:
         raise EngineError(f"--engine {config.engine}: expected one of {', '.join(ENGINES)}")
+    torch.set_num_threads(config.cpu_threads or default_threads())
     device = _device(config.device)
     inputs = _read_inputs(config)
     limits = EngineLimits(config.batch, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels)

@@ -153,6 +153,7 @@ class BuildConfig:
     device: str = setting(
         Device(), "where to calibrate: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one", "how", "auto"
     )
+    cpu_threads: int = setting(Integer(0, 1024), "threads on the CPU; 0 leaves one core free", "how", 0)
     batch: int = setting(Integer(1, 4096), "histories that run together while building", "how", 8)
     max_shard_bytes: int = setting(Integer(1 << 20, 1 << 45), "largest weight file", "how", 4 << 30)
     quiet: bool = setting(Switch(), "no progress bars", "how", False)

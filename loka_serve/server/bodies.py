@@ -1,0 +1,136 @@
+"""Request bodies: read with a bound while they stream, decoded strictly, and every refusal names the field."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from loka_serve.server.problems import (
+    BODY_TIMEOUT,
+    CANCELLED,
+    INVALID,
+    TOO_LARGE,
+    UNSUPPORTED_ENCODING,
+    FieldError,
+    ProblemError,
+    invalid,
+)
+from loka_serve.server.schemas import FilterValues, RecommendBatchRequest, RecommendRequest
+
+Body = TypeVar("Body", RecommendRequest, RecommendBatchRequest)
+
+# After a refusal the rest of the body is read and thrown away up to this much, so that a client that sends before it
+# reads gets the answer instead of a broken connection.
+DISCARD_BYTES = 1 << 20
+
+_recommend_decoder = msgspec.json.Decoder(RecommendRequest)
+_batch_decoder = msgspec.json.Decoder(RecommendBatchRequest)
+_MAPPINGS: dict[str, Any] = {"filter": FilterValues, "features": str}
+_PATH = re.compile(r"^(?P<message>.*?) - at `(?P<key>key in )?\$(?P<path>[^`]*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*?)`(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+
+
+async def read_body(request: Request, limit: int, timeout: float) -> bytes:
+    """The whole body, counted while it streams.
+
+    Raises:
+        ProblemError: 413 above `limit` bytes, 408 after `timeout` seconds, 415 if compressed, 499 if the client left.
+    """
+    check_encoding(request)
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit and "expect" in request.headers:
+        raise too_large(limit)  # the client waits for a word before it sends
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    chunks.append(chunk)
+                    continue
+                chunks.clear()
+                if size > limit + DISCARD_BYTES:
+                    break
+    except TimeoutError:
+        raise ProblemError(BODY_TIMEOUT, f"the body did not arrive within {timeout:g} s") from None
+    except ClientDisconnect:
+        raise ProblemError(CANCELLED, "the client went away while sending") from None
+    if size > limit:
+        raise too_large(limit)
+    return b"".join(chunks)
+
+
+def check_encoding(request: Request) -> None:
+    """Refuse compressed bodies: their size is not known before they are unpacked. Raises ProblemError (415)."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ProblemError(UNSUPPORTED_ENCODING, "content-encoding: expected identity; compressed bodies are not read")
+
+
+def too_large(limit: int) -> ProblemError:
+    """413."""
+    return ProblemError(TOO_LARGE, f"the body is larger than {limit} bytes")
+
+
+def decode_recommend(body: bytes | msgspec.Raw) -> RecommendRequest:
+    """A recommend request; raises ProblemError (422) naming the field."""
+    return _decode(_recommend_decoder, body)
+
+
+def decode_batch(body: bytes) -> RecommendBatchRequest:
+    """A batch whose elements are still undecoded; raises ProblemError (422) if the batch itself is malformed."""
+    return _decode(_batch_decoder, body)
+
+
+def _decode(decoder: msgspec.json.Decoder[Body], body: bytes | msgspec.Raw) -> Body:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        field, message = _describe(str(error), body)
+        raise ProblemError(INVALID, f"{field}: {message}", [FieldError(field, message)]) from None
+    except msgspec.DecodeError as error:
+        raise invalid("body", f"expected JSON: {_lower(str(error))}") from None
+    except UnicodeDecodeError:
+        raise invalid("body", "expected UTF-8 text") from None
+    except RecursionError:
+        raise invalid("body", "nested too deeply") from None
+
+
+def _describe(text: str, body: bytes | msgspec.Raw) -> tuple[str, str]:
+    """(field, message) of a text like "Expected `int` >= 1 - at `$.num_items`"."""
+    unknown = _UNKNOWN.match(text)
+    if unknown:
+        return _join(unknown["path"] or "", unknown["name"][:100]), "unknown field"
+    match = _PATH.match(text)
+    if match is None:
+        return "body", _lower(text)
+    path = match["path"]
+    if "[...]" in path:
+        path = _resolve_key(path, body)
+    return path.lstrip(".") or "body", _lower(match["message"])
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
+
+
+def _resolve_key(path: str, body: bytes | msgspec.Raw) -> str:
+    """msgspec writes `[...]` for a key of a mapping: find the first key whose value does not fit. For refusals only."""
+    member = path.lstrip(".").partition("[...]")[0]
+    value_type = _MAPPINGS.get(member)
+    mapping = msgspec.json.decode(body)[member] if value_type is not None else {}
+    for key, value in mapping.items():
+        try:
+            msgspec.convert(value, value_type, strict=True)
+        except msgspec.ValidationError:
+            return path.replace("[...]", f".{key[:100]}", 1)
+    return path
+
+
+def _lower(text: str) -> str:
+    return text if text[:2].isupper() else text[:1].lower() + text[1:]  # "JSON ..." stays

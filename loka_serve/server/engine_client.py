@@ -1,0 +1,308 @@
+"""The API process's side of the engine: starts the process, talks to it, and starts a new one when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from loka_serve.server import messages
+from loka_serve.server.batcher import RETRY_SECONDS, Batcher
+from loka_serve.server.messages import (
+    START_FAILED_STATUS,
+    Batch,
+    BatchResult,
+    CatalogLoaded,
+    Ready,
+    StartFailed,
+    ToEngine,
+)
+from loka_serve.server.metrics import ServerMetrics
+from loka_serve.server.problems import UNAVAILABLE, ProblemError
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+WATCH_SECONDS = 0.25
+PROVEN_SECONDS = 60.0  # an engine that ran this long, or answered a batch, was not a failed start
+STOP_SECONDS = 2.0
+
+
+class EngineFailure(Exception):
+    """The engine process cannot go on; `permanent` if a new one would fail in the same way."""
+
+    def __init__(self, reason: str, permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.permanent = permanent
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How to start the engine process, and how long to be patient.
+
+    Attributes:
+        command: program and arguments; `--endpoint`, `--parent` and `--log-level` are added.
+        restarts: failed starts in a row before giving up.
+    """
+
+    command: Sequence[str]
+    log_level: str
+    start_timeout: float
+    batch_timeout: float
+    restarts: int
+
+
+class Connection:
+    """One engine process with its sockets; a fresh address each time, so that no message of a dead one is ever read."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        # Sockets in a directory that only this user may enter.
+        self.directory = tempfile.mkdtemp(prefix="loka-")
+        self.endpoint = f"ipc://{self.directory}/engine"
+        self.settings = settings
+        self.context = zmq.asyncio.Context()
+        self.results = self.context.socket(zmq.PULL)
+        self.results.bind(f"{self.endpoint}.results")
+        # Sending never waits: with two batches in flight the pipe cannot fill.
+        self.work: zmq.Socket[bytes] = zmq.Context.shadow(self.context.underlying).socket(zmq.PUSH)
+        self.work.bind(f"{self.endpoint}.work")
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the process."""
+        self.process = await asyncio.create_subprocess_exec(
+            *self.settings.command,
+            *("--endpoint", self.endpoint, "--parent", str(os.getpid()), "--log-level", self.settings.log_level),
+        )
+
+    def send(self, message: ToEngine) -> None:
+        """Hand a message over; raises EngineFailure when nobody takes it."""
+        try:
+            self.work.send(messages.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineFailure(f"the engine takes no messages: {error}") from None
+
+    async def receive(self) -> messages.FromEngine:
+        """The next message; raises EngineFailure on one that cannot be read."""
+        try:
+            return messages.decode_from_engine(await self.results.recv())
+        except msgspec.DecodeError as error:
+            raise EngineFailure(f"a message of the engine cannot be read: {error}") from None
+
+    def abandon(self) -> None:
+        """Kill the process if it still runs, and remove the files."""
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def close(self) -> None:
+        """As `abandon`, and wait for the process to end."""
+        self.abandon()
+        if self.process is not None:
+            await self.process.wait()
+        self.work.close(linger=0)
+        self.context.destroy(linger=0)
+
+
+@dataclass
+class EngineClient:
+    """Keeps one engine process running.
+
+    Attributes:
+        extra_catalogs: version -> file of catalogs beside the bundle's; a new process loads them before it is ready.
+        on_give_up: called with a reason (and whether it was permanent) when no engine can be had.
+    """
+
+    settings: EngineSettings
+    metrics: ServerMetrics
+    extra_catalogs: dict[str, str] = field(default_factory=dict)
+    batcher: Batcher = field(init=False)
+    on_give_up: Callable[[str, bool], None] = field(init=False)
+    ready: Ready | None = None
+    _connection: Connection | None = None
+    _loading: dict[str, asyncio.Future[CatalogLoaded]] = field(default_factory=dict)
+    _missing: set[str] = field(default_factory=set)  # catalogs that a new process has yet to load
+    _up_since: float | None = None
+    _proved_itself: bool = False
+    _stopping: bool = False
+
+    def send_batch(self, batch: Batch) -> None:
+        """For the batcher; raises ProblemError (503) when the engine takes nothing."""
+        try:
+            if self._connection is None:
+                raise EngineFailure("there is no engine")
+            self._connection.send(batch)
+        except EngineFailure:
+            raise ProblemError(UNAVAILABLE, "the engine is restarting", retry_after=RETRY_SECONDS) from None
+
+    async def load_catalog(self, version: str, path: str) -> None:
+        """Have the engine read a compiled catalog; batches may name its version afterwards.
+
+        Raises:
+            EngineFailure: it could not, or it ended meanwhile.
+        """
+        if self._connection is None:
+            raise EngineFailure("the engine is restarting")
+        future: asyncio.Future[CatalogLoaded] = asyncio.get_running_loop().create_future()
+        self._loading[version] = future
+        try:
+            self._connection.send(messages.LoadCatalog(version, path))
+            loaded = await asyncio.wait_for(future, self.settings.start_timeout)
+        except TimeoutError:
+            raise EngineFailure(f"the engine did not load it within {self.settings.start_timeout:g} s") from None
+        finally:
+            self._loading.pop(version, None)
+        if loaded.error is not None:
+            raise EngineFailure(loaded.error)
+        self.extra_catalogs[version] = path
+
+    def drop_catalog(self, version: str) -> None:
+        """Let the engine forget a version that no batch will name again."""
+        self.extra_catalogs.pop(version, None)
+        if self._connection is not None:
+            with contextlib.suppress(EngineFailure):
+                self._connection.send(messages.DropCatalog(version))
+
+    async def run(self) -> None:
+        """Start engines until told to stop, or until too many in a row have failed."""
+        try:
+            await self._keep_running()
+        except Exception:
+            logger.exception("the supervision of the engine failed")
+            self.on_give_up("the supervision of the engine failed", False)
+
+    async def _keep_running(self) -> None:
+        failures = 0
+        while not self._stopping:
+            await asyncio.sleep(BACKOFF_SECONDS[min(max(failures - 1, 0), len(BACKOFF_SECONDS) - 1)])
+            failure = await self._run_one_process()
+            if self._stopping:
+                return
+            logger.error("engine: %s", failure)
+            failures = 1 if self._proved_itself else failures + 1
+            if failure.permanent:
+                self.on_give_up(str(failure), True)
+                return
+            if failures > self.settings.restarts:
+                self.on_give_up(f"the engine failed {failures} times in a row: {failure}", False)
+                return
+            self.metrics.engine_restarts.inc()
+
+    def stop(self) -> None:
+        """Ask the engine to end; `run` returns when it has. Cancelling `run` kills it."""
+        self._stopping = True
+        if self._connection is not None:
+            with contextlib.suppress(EngineFailure):
+                self._connection.send(messages.Stop())
+
+    def abandon(self) -> None:
+        """Kill the engine and remove its sockets without waiting for anything."""
+        if self._connection is not None:
+            self._connection.abandon()
+
+    async def _run_one_process(self) -> EngineFailure:
+        """From start to end of one process; returns why it ended."""
+        try:
+            connection = Connection(self.settings)
+        except (OSError, zmq.ZMQError) as error:  # a full disk, or a TMPDIR too long for a socket's address
+            return EngineFailure(f"no socket in {tempfile.gettempdir()} (TMPDIR): {error.strerror}", permanent=True)
+        self._connection, self._proved_itself, self._up_since = connection, False, None
+        try:
+            await connection.start()
+            watchers = [self._receive(connection), self._watch_process(connection), self._watch_clock()]
+            tasks = [asyncio.ensure_future(watcher) for watcher in watchers]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                failure = next(iter(done)).exception()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            if isinstance(failure, EngineFailure):
+                return failure
+            logger.error("unexpected failure", exc_info=failure)
+            return EngineFailure("an unexpected failure in the API process")
+        except OSError as error:
+            return EngineFailure(f"the engine process cannot be started: {error.strerror}")
+        finally:
+            self._mark_down()
+            await connection.close()
+
+    def _mark_up(self) -> None:
+        self._up_since = time.monotonic()
+        self.metrics.engine_up.set(1)
+        self.batcher.engine_up()
+
+    def _mark_down(self) -> None:
+        self.metrics.engine_up.set(0)
+        self._connection, self.ready = None, None
+        if self._up_since is not None:
+            self._proved_itself |= time.monotonic() - self._up_since > PROVEN_SECONDS
+        for future in self._loading.values():
+            if not future.done():
+                future.set_exception(EngineFailure("the engine is restarting"))
+        self.batcher.engine_down("the engine is restarting")
+
+    async def _receive(self, connection: Connection) -> None:
+        while True:
+            message = await connection.receive()
+            if isinstance(message, BatchResult):
+                try:
+                    self.batcher.receive(message)
+                except ValueError as error:
+                    raise EngineFailure(str(error)) from None
+                self._proved_itself = True
+            elif isinstance(message, CatalogLoaded):
+                self._catalog_loaded(message)
+            elif isinstance(message, Ready):
+                self.ready = message
+                logger.info(
+                    "engine %s on %s is ready: loaded in %.1f s, warmed up in %.1f s",
+                    message.engine, message.device, message.load_seconds, message.warmup_seconds,
+                )  # fmt: skip
+                self._missing = set(self.extra_catalogs)
+                for version in self._missing:
+                    connection.send(messages.LoadCatalog(version, self.extra_catalogs[version]))
+                if not self._missing:
+                    self._mark_up()
+            elif isinstance(message, StartFailed):
+                raise EngineFailure(message.message, permanent=True)
+
+    def _catalog_loaded(self, message: CatalogLoaded) -> None:
+        future = self._loading.get(message.version)
+        if future is not None and not future.done():
+            future.set_result(message)
+        elif message.version in self._missing:
+            if message.error is not None:
+                raise EngineFailure(f"catalog {message.version} cannot be read again: {message.error}")
+            self._missing.remove(message.version)
+            if not self._missing:
+                self._mark_up()
+
+    async def _watch_process(self, connection: Connection) -> None:
+        assert connection.process is not None
+        status = await connection.process.wait()
+        if status == START_FAILED_STATUS:
+            await asyncio.sleep(WATCH_SECONDS)  # its last words are on their way
+        raise EngineFailure(f"the engine process ended with status {status}")
+
+    async def _watch_clock(self) -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            busy_since = self.batcher.busy_since()
+            if self._up_since is None and time.monotonic() - started > self.settings.start_timeout:
+                raise EngineFailure(f"the engine was not ready within {self.settings.start_timeout:g} s")
+            if busy_since is not None and time.monotonic() - busy_since > self.settings.batch_timeout:
+                raise EngineFailure(f"the engine hangs: no answer to a batch within {self.settings.batch_timeout:g} s")

@@ -1,0 +1,121 @@
+"""Start and end of the API process: one listening socket, signals that drain, exit statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from types import FrameType
+
+import uvicorn
+
+from loka_serve.config import ServerConfig
+from loka_serve.server.app import create_app
+from loka_serve.server.state import ServerState
+from loka_serve.settings import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75  # longer than the usual 60 s of load balancers, so that it is they who close idle connections
+DRAIN_POLL_SECONDS = 0.02
+QUIET_SECONDS = 0.25  # without a request for so long, nobody is left who could lose one
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A bound socket, before anything slow is loaded.
+
+    Raises:
+        ConfigError: names the flag that the system does not accept.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except socket.gaierror:
+        raise ConfigError(f"--host: expected an address of this machine, got {config.host!r}") from None
+    except OSError as error:
+        what = f"--host {config.host} --port {config.port}"
+        raise ConfigError(f"{what}: cannot listen there: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run(state: ServerState, listener: socket.socket) -> int:
+    """Serve until told to stop; returns the exit status."""
+    server = GracefulServer(state)
+    state.engine.on_give_up = server.give_up
+    logger.info("listening on %s; ready once the engine has warmed up", address_of(listener))
+    server.run(sockets=[listener])
+    return server.exit_status
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn, but SIGTERM and SIGINT answer what is in flight while new requests get 503; a second one ends it."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+        self.exit_status = 0
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(
+            uvicorn.Config(
+                create_app(state),
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=2,
+            )
+        )
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Signal handler in place of uvicorn's, which raises the signal again at the end and so loses the status."""
+        if self.state.draining or self._loop is None:
+            self.state.engine.abandon()
+            self.state.catalogs.close()
+            os._exit(128 + sig)
+        self.state.draining = True
+        self._loop.call_soon_threadsafe(self._start_drain)
+
+    def give_up(self, reason: str, permanent: bool) -> None:
+        """End with an error: status 2 for what a new start would not mend, else 1 for an orchestrator to try again."""
+        logger.error("giving up: %s", reason)
+        self.exit_status = 2 if permanent else 1
+        self.state.draining = True
+        self.should_exit = True
+
+    def _start_drain(self) -> None:
+        self._drain = asyncio.ensure_future(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        """Wait for the requests in flight, then for those that still arrive on open connections and get their 503."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.state.config.drain_timeout_s
+        logger.info("draining: %d requests in flight", self.state.requests_in_flight)
+        quiet_since, seen = loop.time(), self.server_state.total_requests
+        while loop.time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+            if self.state.requests_in_flight or self.server_state.total_requests != seen:
+                quiet_since, seen = loop.time(), self.server_state.total_requests
+            elif loop.time() - quiet_since >= QUIET_SECONDS:
+                break
+        if self.state.requests_in_flight:
+            logger.warning("not answered within the drain timeout: %d requests", self.state.requests_in_flight)
+            self.state.batcher.engine_down("the server is shutting down")  # a word to those who still wait
+        self.should_exit = True

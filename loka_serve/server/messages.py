@@ -1,0 +1,154 @@
+"""The messages between the API process and the engine process: typed structs in msgpack frames, arrays as bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+START_FAILED_STATUS = 2  # exit status of an engine process that said StartFailed
+NAN, INVALID, EXCEPTION = "nan", "invalid", "exception"  # why a request alone failed
+CODE_TYPE = np.dtype("<i4")
+SCORE_TYPE = np.dtype("<f4")
+
+
+class WireRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request, resolved against the catalog version of its batch.
+
+    Attributes:
+        history: int32 codes [n, levels], oldest item first.
+        features: index of each feature's value in the model's order; 0 = unknown.
+        beam_width: beams of the search.
+        num_items: items to return at most.
+        exclude: int32 item indices [m] that must not be returned.
+        predicates: attribute -> values of which an item must have one, as attribute texts.
+    """
+
+    history: bytes
+    features: list[int]
+    beam_width: int
+    num_items: int
+    exclude: bytes = b""
+    predicates: dict[str, list[str]] = {}
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """API -> engine: compute these requests together, on this version of the catalog."""
+
+    batch_id: int
+    catalog_version: str
+    requests: list[WireRequest]
+
+
+class LoadCatalog(msgspec.Struct, frozen=True, tag="load_catalog"):
+    """API -> engine: read a compiled catalog beside the live one; later batches may name its version."""
+
+    version: str
+    path: str
+
+
+class DropCatalog(msgspec.Struct, frozen=True, tag="drop_catalog"):
+    """API -> engine: no further batch names this version."""
+
+    version: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """API -> engine: finish what was sent, then end."""
+
+
+class WireResult(msgspec.Struct, frozen=True, gc=False):
+    """The answer to one request of a batch.
+
+    Attributes:
+        items: int32 item indices [n], best first.
+        scores: float32 log-probabilities [n].
+        complete: false if fewer items exist under the filter than were asked for.
+        error: why this request alone failed: scores that are no numbers (NAN), leaves that must not be there (INVALID)
+            or an EXCEPTION; None if it did not.
+    """
+
+    items: bytes = b""
+    scores: bytes = b""
+    complete: bool = True
+    error: str | None = None
+
+
+class BatchResult(msgspec.Struct, frozen=True, tag="batch_result"):
+    """Engine -> API: the answers in the order of the requests, and the seconds that each stage took."""
+
+    batch_id: int
+    results: list[WireResult]
+    timings: dict[str, float]
+
+
+class CatalogLoaded(msgspec.Struct, frozen=True, tag="catalog_loaded"):
+    """Engine -> API: the version may be named by batches, or could not be loaded because of `error`."""
+
+    version: str
+    error: str | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Engine -> API: loaded and warmed up."""
+
+    engine: str
+    device: str
+    max_batch: int
+    max_beam_width: int
+    max_context: int
+    load_seconds: float
+    warmup_seconds: float
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """Engine -> API: a new attempt would fail in the same way (a damaged bundle, an unknown engine)."""
+
+    message: str
+
+
+ToEngine = Batch | LoadCatalog | DropCatalog | Stop
+FromEngine = BatchResult | CatalogLoaded | Ready | StartFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_engine(frame: bytes) -> ToEngine:
+    """Inverse of `encode` in the engine process; raises msgspec.DecodeError on anything else."""
+    message: ToEngine = _to_engine.decode(frame)
+    return message
+
+
+def decode_from_engine(frame: bytes) -> FromEngine:
+    """Inverse of `encode` in the API process; raises msgspec.DecodeError on anything else."""
+    message: FromEngine = _from_engine.decode(frame)
+    return message
+
+
+def pack_integers(values: Any) -> bytes:
+    """Little-endian int32 bytes of an array or a list of integers."""
+    return np.ascontiguousarray(values, dtype=CODE_TYPE).tobytes()
+
+
+def unpack_integers(data: bytes) -> NDArray[np.int32]:
+    """Inverse of `pack_integers`, one-dimensional and read-only."""
+    return np.frombuffer(data, dtype=CODE_TYPE)
+
+
+def pack_scores(values: Any) -> bytes:
+    """Little-endian float32 bytes of an array or a list of numbers."""
+    return np.ascontiguousarray(values, dtype=SCORE_TYPE).tobytes()
+
+
+def unpack_scores(data: bytes) -> NDArray[np.float32]:
+    """Inverse of `pack_scores`, one-dimensional and read-only."""
+    return np.frombuffer(data, dtype=SCORE_TYPE)

@@ -1,0 +1,98 @@
+"""Around every request: its id, its count and its last resort. Plain ASGI, so that a client's leaving stays visible."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loka_serve.server.encoding import encode
+from loka_serve.server.problems import CONTENT_TYPE, INTERNAL, ProblemError
+from loka_serve.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+_ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SCOPE_KEY = "loka_serve.request"
+
+
+@dataclass(frozen=True)
+class RequestContext:
+    """The id of a request and when it arrived, of time.monotonic."""
+
+    request_id: str
+    arrival: float
+
+
+def context_of(request: Request) -> RequestContext:
+    """What the middleware noted about a request."""
+    context: RequestContext = request.scope[_SCOPE_KEY]
+    return context
+
+
+def problem_response(error: ProblemError, request_id: str) -> Response:
+    """A problem as an HTTP answer."""
+    return Response(encode(error.problem(request_id)), error.kind.status, error.headers(), media_type=CONTENT_TYPE)
+
+
+class Envelope:
+    """The outermost layer of our own: request id in and out, metrics by route template, no exception gets past."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app = app
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        context = RequestContext(_request_id(scope), time.monotonic())
+        scope[_SCOPE_KEY] = context
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = context.request_id
+                if self.state.draining:
+                    headers["connection"] = "close"
+            await send(message)
+
+        self.state.requests_in_flight += 1
+        try:
+            await self.app(scope, receive, send_with_headers)
+        except Exception:
+            logger.exception("request %s failed unexpectedly", context.request_id)
+            if not status:
+                error = ProblemError(INTERNAL, "the server could not handle this request")
+                await problem_response(error, context.request_id)(scope, receive, send_with_headers)
+        finally:
+            self.state.requests_in_flight -= 1
+            route = route_of(scope)
+            self.state.metrics.responses.labels(route, str(status)).inc()
+            self.state.metrics.request_seconds.labels(route).observe(time.monotonic() - context.arrival)
+
+
+def route_of(scope: Scope) -> str:
+    """The route's template; one label for all paths that no route has."""
+    return getattr(scope.get("route"), "path", "unmatched")
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own id if it is harmless, else a new one."""
+    for name, value in scope["headers"]:
+        if name == REQUEST_ID.encode():
+            text = value.decode("latin-1")
+            if _ACCEPTED_ID.fullmatch(text):
+                return str(text)
+    return uuid.uuid4().hex

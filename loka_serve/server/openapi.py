@@ -1,0 +1,129 @@
+"""The OpenAPI page, generated from the structs that decode the bodies, so that it cannot say anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from loka_serve.server import schemas
+from loka_serve.server.problems import CONTENT_TYPE, Problem, ProblemKind
+from loka_serve.server.resolution import ServedModel
+
+REFERENCES = "#/components/schemas/{name}"
+STRUCTS = (
+    schemas.RecommendRequest,
+    schemas.RecommendResponse,
+    schemas.ModelList,
+    schemas.CatalogInfo,
+    schemas.Health,
+    Problem,
+)
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def reference(name: str) -> dict[str, str]:
+    """A schema by name."""
+    return {"$ref": REFERENCES.format(name=name)}
+
+
+def answers(name: str, description: str, *problems: ProblemKind) -> Responses:
+    """What a route may answer: 200 with the schema `name`, or one of these problems."""
+    responses: Responses = {
+        200: {"description": description, "content": {"application/json": {"schema": reference(name)}}}
+    }
+    for kind in problems:
+        response: dict[str, Any] = {
+            "description": kind.title,
+            "content": {CONTENT_TYPE: {"schema": reference("Problem")}},
+        }
+        if kind.status in (429, 503):
+            description = "Seconds after which a new attempt makes sense."
+            response["headers"] = {"Retry-After": {"description": description, "schema": {"type": "integer"}}}
+        responses[kind.status] = response
+    return responses
+
+
+def json_body(name: str, example: dict[str, Any]) -> dict[str, Any]:
+    """For a route's `openapi_extra`: a JSON body of the schema `name`."""
+    content = {"application/json": {"schema": reference(name), "example": example}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def install(app: FastAPI, model: ServedModel, max_batch_requests: int) -> None:
+    """Add the schemas to the page that FastAPI makes of the routes, with this server's limits in them."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            page = generate()
+            page.setdefault("components", {}).setdefault("schemas", {}).update(_schemas(model, max_batch_requests))
+            app.openapi_schema = page
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _schemas(model: ServedModel, max_batch_requests: int) -> dict[str, Any]:
+    _, components = msgspec.json.schema_components(STRUCTS, ref_template=REFERENCES)
+    _add_limits(components["RecommendRequest"], model)
+    components["RecommendBatchRequest"] = {
+        "title": "RecommendBatchRequest",
+        "type": "object",
+        "description": schemas.RecommendBatchRequest.__doc__,
+        "properties": {
+            "requests": {
+                "type": "array",
+                "items": {
+                    "anyOf": [
+                        reference("RecommendRequest"),
+                        {"description": "Anything else is answered with a problem of its own."},
+                    ]
+                },
+                "minItems": 1,
+                "maxItems": max_batch_requests,
+            }
+        },
+        "required": ["requests"],
+        "additionalProperties": False,
+    }
+    components["RecommendBatchResponse"] = {
+        "title": "RecommendBatchResponse",
+        "type": "object",
+        "description": "One answer for each request, in their order: a recommendation, or the request's own problem.",
+        "properties": {
+            "request_id": {"type": "string"},
+            "responses": {
+                "type": "array",
+                "items": {"anyOf": [reference("RecommendResponse"), reference("Problem")]},
+            },
+        },
+        "required": ["request_id", "responses"],
+    }
+    return components
+
+
+def _add_limits(request: dict[str, Any], model: ServedModel) -> None:
+    """What the struct does not say: the model's limits, and that exactly one kind of history must be given."""
+    fields = request["properties"]
+    for name in ("num_items", "beam_width"):
+        _branch(fields[name], "integer")["maximum"] = model.max_beam_width
+    sizes = model.config.codebook_sizes
+    _branch(fields["history_sids"], "array")["items"] = {
+        "type": "array",
+        "prefixItems": [{"type": "integer", "minimum": 0, "maximum": size - 1} for size in sizes],
+        "minItems": len(sizes),
+        "maxItems": len(sizes),
+    }
+    fields["features"]["propertyNames"] = {"enum": sorted(model.feature_indices)}
+    request["oneOf"] = [
+        {"required": [given], "properties": {given: {"type": "array"}, other: {"type": "null"}}}
+        for given, other in (("history", "history_sids"), ("history_sids", "history"))
+    ]
+
+
+def _branch(schema: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The branch of an optional value that is not null."""
+    return next(branch for branch in schema["anyOf"] if branch.get("type") == kind)

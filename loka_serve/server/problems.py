@@ -1,0 +1,105 @@
+"""Errors as HTTP answers: RFC 9457 problem details with a request id; nothing of the server's inside shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+CONTENT_TYPE = "application/problem+json"
+
+
+class FieldError(msgspec.Struct, frozen=True):
+    """One field of the request body that is not as expected."""
+
+    field: str
+    message: str
+
+
+class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Problem details (RFC 9457)."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    request_id: str
+    errors: list[FieldError] = []
+
+
+@dataclass(frozen=True)
+class ProblemKind:
+    """A row of the error table: `outcome` is its label in metrics and the end of its type URI."""
+
+    outcome: str
+    status: int
+    title: str
+
+
+NOT_FOUND = ProblemKind("not_found", 404, "No such resource")
+METHOD_NOT_ALLOWED = ProblemKind("method_not_allowed", 405, "Method not allowed")
+BODY_TIMEOUT = ProblemKind("body_timeout", 408, "The request body took too long")
+CONFLICT = ProblemKind("conflict", 409, "Not possible in the present state")
+TOO_LARGE = ProblemKind("too_large", 413, "The request body is too large")
+UNSUPPORTED_ENCODING = ProblemKind("unsupported_encoding", 415, "Unsupported content encoding")
+FORBIDDEN = ProblemKind("forbidden", 403, "Not allowed")
+INVALID = ProblemKind("invalid", 422, "The request is not valid")
+QUEUE_FULL = ProblemKind("queue_full", 429, "Too many requests are waiting")
+CANCELLED = ProblemKind("cancelled", 499, "The client went away")
+FAILED = ProblemKind("failed", 500, "The request could not be computed")
+INTERNAL = ProblemKind("internal", 500, "Internal error")
+UNAVAILABLE = ProblemKind("unavailable", 503, "The service is not ready")
+DEADLINE = ProblemKind("deadline", 504, "The deadline has passed")
+
+
+class ProblemError(Exception):
+    """Raised anywhere in a request's handling; becomes a problem answer.
+
+    Args:
+        kind: row of the error table.
+        detail: one sentence for the client.
+        errors: for 422, the fields.
+        retry_after: seconds after which a new attempt makes sense.
+    """
+
+    def __init__(
+        self,
+        kind: ProblemKind,
+        detail: str,
+        errors: Sequence[FieldError] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.errors = list(errors)
+        self.retry_after = retry_after
+
+    def problem(self, request_id: str) -> Problem:
+        """The body of the answer."""
+        return Problem(
+            type=f"urn:loka-serve:problem:{self.kind.outcome.replace('_', '-')}",
+            title=self.kind.title,
+            status=self.kind.status,
+            detail=self.detail,
+            instance=f"urn:loka-serve:request:{request_id}",
+            request_id=request_id,
+            errors=self.errors,
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Headers beside the content type; Retry-After in whole seconds, at least one."""
+        headers = {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.kind in (TOO_LARGE, BODY_TIMEOUT):
+            headers["Connection"] = "close"  # the rest of the body will not be read
+        return headers
+
+
+def invalid(field: str, message: str) -> ProblemError:
+    """422 for one field."""
+    return ProblemError(INVALID, f"{field}: {message}", [FieldError(field, message)])

@@ -1,0 +1,169 @@
+"""From what a client wrote to what the engine computes: names become indices, defaults are filled in, limits hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loka_serve.catalog.attributes import attribute_text
+from loka_serve.catalog.catalog import Catalog
+from loka_serve.models.config import OneRecV2Config
+from loka_serve.server.messages import WireRequest, pack_integers
+from loka_serve.server.problems import invalid
+from loka_serve.server.schemas import RecommendRequest
+
+DEFAULT_ITEMS = 20
+RESERVED_FIELDS = frozenset({"item_id", "score", "semantic_id", "rank"})
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model as requests see it, fixed while the server runs.
+
+    Attributes:
+        max_batch: requests that are computed together.
+        max_beam_width: widest beam of a request.
+        max_context: items of a history that are used.
+    """
+
+    name: str
+    config: OneRecV2Config
+    max_batch: int
+    max_beam_width: int
+    max_context: int
+
+    @cached_property
+    def feature_indices(self) -> dict[str, dict[str, int]]:
+        """feature -> value -> index; 0 is left for unknown."""
+        return {
+            feature.name: {value: index for index, value in enumerate(feature.values, start=1)}
+            for feature in self.config.features
+        }
+
+
+@dataclass(frozen=True)
+class ResolvedRequest:
+    """A request that the engine can take, and what its answer needs to know.
+
+    Attributes:
+        history_length: items that the model sees.
+        unknown_items: items of the history that the catalog does not have.
+        fields: attributes to answer with.
+        timeout: seconds from arrival; None for the server's default.
+    """
+
+    wire: WireRequest
+    catalog: Catalog
+    history_length: int
+    unknown_items: int
+    fields: tuple[str, ...]
+    timeout: float | None
+
+
+def resolve(request: RecommendRequest, model: ServedModel, catalog: Catalog) -> ResolvedRequest:
+    """Check a request against the model and the catalog.
+
+    Raises:
+        ProblemError: 422 naming the field.
+    """
+    num_items, beam_width = _widths(request, model)
+    items = _known_items(request.history or [], catalog)
+    codes = _history_codes(request, items, model, catalog)
+    exclude = _known_items(request.exclude, catalog)
+    if request.exclude_history:
+        exclude += items if request.history_sids is None else _items_at(request.history_sids, catalog)
+    return ResolvedRequest(
+        wire=WireRequest(
+            history=pack_integers(codes),
+            features=_features(request.features, model),
+            beam_width=beam_width,
+            num_items=num_items,
+            exclude=pack_integers(exclude),
+            predicates=_predicates(request, catalog),
+        ),
+        catalog=catalog,
+        history_length=len(codes),
+        unknown_items=len(request.history or []) - len(items),
+        fields=_fields(request.fields, catalog),
+        timeout=None if request.timeout_ms is None else request.timeout_ms / 1000,
+    )
+
+
+def _widths(request: RecommendRequest, model: ServedModel) -> tuple[int, int]:
+    """(num_items, beam_width)."""
+    limit = model.max_beam_width
+    num_items = min(DEFAULT_ITEMS, limit) if request.num_items is None else request.num_items
+    if num_items > limit:
+        raise invalid("num_items", f"expected 1 to {limit}, got {num_items}")
+    if request.beam_width is None:
+        return num_items, min(max(model.config.beam_width, num_items), limit)
+    if request.beam_width > limit:
+        raise invalid("beam_width", f"expected 1 to {limit}, got {request.beam_width}")
+    if request.beam_width < num_items:
+        raise invalid("beam_width", f"expected at least num_items = {num_items}, got {request.beam_width}")
+    return num_items, request.beam_width
+
+
+def _known_items(item_ids: Sequence[str], catalog: Catalog) -> list[int]:
+    index_of = catalog.index_of
+    return [index for index in map(index_of, item_ids) if index is not None]
+
+
+def _history_codes(
+    request: RecommendRequest, items: list[int], model: ServedModel, catalog: Catalog
+) -> NDArray[np.int32]:
+    """int32 [n, levels] of the newest items, oldest first."""
+    if request.history is not None:
+        if request.history_sids is not None:
+            raise invalid("history_sids", "expected either history or history_sids, got both")
+        return catalog.semantic_ids(items[-model.max_context :])
+    if request.history_sids is None:
+        raise invalid("history", "expected history or history_sids (empty for a new user), got neither")
+    sizes = model.config.codebook_sizes
+    for position, semantic_id in enumerate(request.history_sids):
+        if len(semantic_id) != len(sizes):
+            raise invalid(f"history_sids[{position}]", f"expected {len(sizes)} codes, got {len(semantic_id)}")
+        for level, (code, size) in enumerate(zip(semantic_id, sizes, strict=True)):
+            if code >= size:
+                raise invalid(f"history_sids[{position}][{level}]", f"expected 0 to {size - 1}, got {code}")
+    newest = request.history_sids[-model.max_context :]
+    return np.array(newest, dtype=np.int32).reshape(-1, len(sizes))
+
+
+def _items_at(semantic_ids: Sequence[Sequence[int]], catalog: Catalog) -> list[int]:
+    """All items of these semantic IDs; those that are not in the catalog have none."""
+    leaves = {catalog.trie.leaf_of(semantic_id) for semantic_id in semantic_ids}
+    return [item for leaf in leaves if leaf >= 0 for item in catalog.items_of(leaf)]
+
+
+def _features(given: dict[str, str], model: ServedModel) -> list[int]:
+    known = model.feature_indices
+    for name in given:
+        if name not in known:
+            raise invalid(f"features.{name[:100]}", f"unknown feature; known features: {_join(known)}")
+    return [indices.get(given[name], 0) if name in given else 0 for name, indices in known.items()]
+
+
+def _predicates(request: RecommendRequest, catalog: Catalog) -> dict[str, list[str]]:
+    attributes = catalog.attributes
+    for name in request.filter:
+        if name not in attributes:
+            raise invalid(f"filter.{name[:100]}", f"unknown attribute; known attributes: {_join(attributes)}")
+    return {name: [attribute_text(value)[0] for value in values] for name, values in request.filter.items()}
+
+
+def _fields(names: Sequence[str], catalog: Catalog) -> tuple[str, ...]:
+    attributes = catalog.attributes
+    for position, name in enumerate(names):
+        if name not in attributes or name in RESERVED_FIELDS:
+            known = [attribute for attribute in attributes if attribute not in RESERVED_FIELDS]
+            raise invalid(f"fields[{position}]", f"unknown attribute; known attributes: {_join(known)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _join(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

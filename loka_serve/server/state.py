@@ -1,0 +1,100 @@
+"""What one server is made of, put together once and handed to every route."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loka_serve.bundle import Bundle
+from loka_serve.catalog.catalog import Catalog
+from loka_serve.config import ServerConfig
+from loka_serve.server.batcher import RETRY_SECONDS, Batcher, BatchSettings
+from loka_serve.server.catalogs import CatalogStore
+from loka_serve.server.engine_client import EngineClient, EngineSettings
+from loka_serve.server.metrics import ServerMetrics
+from loka_serve.server.problems import UNAVAILABLE, ProblemError
+from loka_serve.server.resolution import ServedModel
+from loka_serve.server.summary import Window
+
+LEAST_BEAM_LIMIT = 128  # a model with few beams by default still answers a request for many items
+
+
+@dataclass
+class ServerState:
+    """The parts of a running server.
+
+    Attributes:
+        draining: true from SIGTERM on; new requests are refused.
+        requests_in_flight: HTTP requests being handled.
+    """
+
+    config: ServerConfig
+    model: ServedModel
+    catalogs: CatalogStore
+    engine: EngineClient
+    batcher: Batcher
+    metrics: ServerMetrics
+    window: Window
+    draining: bool = False
+    requests_in_flight: int = 0
+
+    def require_ready(self) -> None:
+        """Raises ProblemError (503) unless a new request would be taken."""
+        self.require_not_draining()
+        self.batcher.require_up()
+
+    def require_not_draining(self) -> None:
+        """Raises ProblemError (503) once the server is on its way out."""
+        if self.draining:
+            raise ProblemError(UNAVAILABLE, "the server is shutting down", retry_after=RETRY_SECONDS)
+
+
+def served_model(config: ServerConfig, bundle: Bundle) -> ServedModel:
+    """The bundle's model under the limits of the settings; 0 and `auto` leave the bundle's own."""
+    limits = bundle.limits
+    return ServedModel(
+        name=bundle.model_name if config.model_name == "auto" else config.model_name,
+        config=bundle.config,
+        max_batch=config.max_batch or limits.batch,
+        max_beam_width=config.max_beam_width or max(limits.beam, LEAST_BEAM_LIMIT),
+        max_context=min(config.max_context or limits.context, bundle.config.max_context),
+    )
+
+
+def engine_command(config: ServerConfig, bundle: Bundle, model: ServedModel) -> list[str]:
+    """What starts the engine process of a bundle."""
+    return [
+        *(sys.executable, "-m", "loka_serve.server.engine_process"),
+        *("--bundle", str(config.bundle.resolve())),
+        *("--engine", bundle.engine if config.engine == "auto" else config.engine),
+        *("--device", config.device),
+        *("--cpu-threads", str(config.cpu_threads)),
+        *("--max-batch", str(model.max_batch)),
+        *("--max-beam-width", str(model.max_beam_width)),
+        *("--max-context", str(model.max_context)),
+    ]
+
+
+def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, command: Sequence[str]) -> ServerState:
+    """Put the parts together; nothing runs yet. `command` starts the engine process."""
+    metrics, window = ServerMetrics(), Window()
+    engine = EngineClient(
+        EngineSettings(
+            command=command,
+            log_level=config.log_level,
+            start_timeout=config.engine_start_timeout_s,
+            batch_timeout=config.engine_batch_timeout_s,
+            restarts=config.engine_restarts,
+        ),
+        metrics,
+    )
+    settings = BatchSettings(model.max_batch, config.max_delay_ms / 1000, config.max_queue)
+    batcher = Batcher(settings, engine.send_batch, metrics, window)
+    engine.batcher = batcher
+    metrics.queue_depth.set_function(lambda: batcher.queue_depth)
+    metrics.batches_in_flight.set_function(lambda: batcher.batches_in_flight)
+    catalogs = CatalogStore(catalog, model.config.codebook_sizes, engine, batcher, metrics)
+    state = ServerState(config, model, catalogs, engine, batcher, metrics, window)
+    metrics.requests_in_flight.set_function(lambda: state.requests_in_flight)
+    return state

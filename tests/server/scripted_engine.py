@@ -1,0 +1,109 @@
+"""An engine process whose engine does as the newest history item says: faults that no real engine has on demand.
+
+Run as `python -m tests.server.scripted_engine`. It imports no torch, so a server with it is up within a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from loka_serve.catalog.catalog import Catalog
+from loka_serve.engines.base import BeamResult, Engine, EngineLimits, RequestBatch
+from loka_serve.errors import EngineError
+from loka_serve.server.engine_process import add_connection_arguments, serve
+
+# First code of the newest history item -> what happens. Codes below FIRST_COMMAND do nothing.
+FIRST_COMMAND = 200
+NAN, INVALID_LEAF, DOUBLE_LEAF, RAISE, DIE, HANG, SLOW = range(200, 207)
+SLOW_SECONDS = 0.5
+
+
+def command(code: int) -> list[list[int]]:
+    """A `history_sids` that makes the engine do something."""
+    return [[1, 1, 1], [code, 0, 0]]
+
+
+class ScriptedEngine:
+    """Ranks the allowed leaves in their order; leaf n of a request scores -0.25 * (n + history length)."""
+
+    name = "scripted"
+
+    def __init__(self, catalog: Catalog, limits: EngineLimits, seconds: float = 0.0) -> None:
+        self.catalog = catalog
+        self.limits = limits
+        self.seconds = seconds
+        self.batch_sizes: list[int] = []
+        self.swaps: list[str] = []
+
+    def warmup(self) -> None:
+        time.sleep(self.seconds)
+
+    def swap_catalog(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.swaps.append(catalog.version)
+
+    def recommend(self, batch: RequestBatch) -> BeamResult:
+        self.batch_sizes.append(len(batch))
+        time.sleep(self.seconds)
+        widest = max(request.beam_width for request in batch.requests)
+        leaves = np.full((len(batch), widest), -1, np.int32)
+        scores = np.full((len(batch), widest), -np.inf, np.float32)
+        failed = np.zeros(len(batch), np.bool_)
+        for row, request in enumerate(batch.requests):
+            code = int(request.history[-1, 0]) if len(request.history) else 0
+            obey(code)
+            mask = request.filter.allowed_nodes[-1] if request.filter else np.ones(self.catalog.trie.leaf_count, bool)
+            allowed = np.flatnonzero(mask)[: request.beam_width]
+            leaves[row, : len(allowed)] = allowed
+            scores[row, : len(allowed)] = -0.25 * (allowed + len(request.history))
+            failed[row] = code == NAN
+            if code == INVALID_LEAF:
+                leaves[row, 0] = self.catalog.trie.leaf_count
+            if code == DOUBLE_LEAF:
+                leaves[row, 1] = leaves[row, 0]
+        counts = (leaves >= 0).sum(1).astype(np.int32)
+        return BeamResult(leaves, scores, counts, failed, {"decode": self.seconds})
+
+
+def obey(code: int) -> None:
+    """Do what concerns the whole process."""
+    if code == RAISE:
+        raise ValueError("told to raise")
+    if code == DIE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if code == HANG:
+        time.sleep(3600)
+    if code == SLOW:
+        time.sleep(SLOW_SECONDS)
+
+
+def main() -> None:
+    """Serve a catalog file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--catalog", required=True)
+    parser.add_argument("--max-batch", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--fail-start", help="fail for good with this message")
+    parser.add_argument("--fail-file", type=Path, help="end at once while this file exists")
+    add_connection_arguments(parser)
+    arguments = parser.parse_args()
+
+    def load() -> tuple[Engine, Catalog, str]:
+        if arguments.fail_start:
+            raise EngineError(arguments.fail_start)
+        if arguments.fail_file is not None and arguments.fail_file.exists():
+            raise RuntimeError("told to fail")
+        catalog = Catalog.load(arguments.catalog)
+        return ScriptedEngine(catalog, EngineLimits(arguments.max_batch, 64, 50, 3), arguments.seconds), catalog, "cpu"
+
+    serve(arguments, load)
+
+
+if __name__ == "__main__":
+    main()

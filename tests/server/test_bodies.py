@@ -1,0 +1,86 @@
+"""Decoding of request bodies: every refusal is a 422 that names the field by its path."""
+
+from __future__ import annotations
+
+import pytest
+
+from loka_serve.server.bodies import decode_batch, decode_recommend
+from loka_serve.server.problems import ProblemError
+
+
+def test_a_full_request_is_decoded() -> None:
+    request = decode_recommend(
+        b'{"user_id": "u1", "history": ["a", "b"], "features": {"age": "old"}, "num_items": 3, "beam_width": 16,'
+        b' "exclude": ["c"], "exclude_history": true, "filter": {"kind": ["odd"], "price": [1, 2.5], "new": [true]},'
+        b' "fields": ["kind"], "timeout_ms": 200}'
+    )
+    assert (request.user_id, request.history, request.num_items, request.beam_width) == ("u1", ["a", "b"], 3, 16)
+    assert request.filter == {"kind": ["odd"], "price": [1, 2.5], "new": [True]}
+    assert (request.exclude, request.exclude_history, request.fields) == (["c"], True, ["kind"])
+    assert (request.features, request.timeout_ms, request.history_sids) == ({"age": "old"}, 200.0, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        (b"", "body", "expected JSON: input data was truncated"),
+        (b"{", "body", "expected JSON: input data was truncated"),
+        (b'{"history": NaN}', "body", "expected JSON: JSON is malformed: invalid character (byte 12)"),
+        (b"[]", "body", "expected `object`, got `array`"),
+        (b'{"history": ["\xff"]}', "body", "expected JSON: invalid UTF-8 encoded string"),
+        (b'{"history": 3}', "history", "expected `array | null`, got `int`"),
+        (b'{"history": ["a", 3]}', "history[1]", "expected `str`, got `int`"),
+        (b'{"history": [""]}', "history[0]", "expected `str` of length >= 1"),
+        (b'{"history_sids": [[1, 2, 3], [1, -1, 3]]}', "history_sids[1][1]", "expected `int` >= 0"),
+        (b'{"history_sids": [[1]]}', "history_sids[0]", "expected `array` of length >= 2"),
+        (b'{"history_sids": [[1, 2, 99999999999999999999]]}', "history_sids[0][2]", "expected `int` <= 2147483646"),
+        (b'{"history_sids": [[1, 2.5, 3]]}', "history_sids[0][1]", "expected `int`, got `float`"),
+        (b'{"num_items": 0}', "num_items", "expected `int` >= 1"),
+        (b'{"num_items": "5"}', "num_items", "expected `int | null`, got `str`"),
+        (b'{"num_items": true}', "num_items", "expected `int | null`, got `bool`"),
+        (b'{"num_items": 1e400}', "num_items", "number out of range"),
+        (b'{"beam_width": -3}', "beam_width", "expected `int` >= 1"),
+        (b'{"exclude": "a"}', "exclude", "expected `array`, got `str`"),
+        (b'{"exclude_history": 1}', "exclude_history", "expected `bool`, got `int`"),
+        (b'{"features": {"a": "x", "age": 3}}', "features.age", "expected `str`, got `int`"),
+        (b'{"filter": {"a": ["x"], "kind": "odd"}}', "filter.kind", "expected `array`, got `str`"),
+        (b'{"filter": {"a": ["x"], "kind": []}}', "filter.kind", "expected `array` of length >= 1"),
+        (
+            b'{"filter": {"kind": ["x", null]}}',
+            "filter.kind[1]",
+            "expected `bool | int | float | str`, got `null`",
+        ),
+        (b'{"filter": null}', "filter", "expected `object`, got `null`"),
+        (b'{"fields": [7]}', "fields[0]", "expected `str`, got `int`"),
+        (b'{"timeout_ms": 0}', "timeout_ms", "expected `float` >= 1.0"),
+        (b'{"timeout_ms": 1e9}', "timeout_ms", "expected `float` <= 600000.0"),
+        (b'{"user": "u1"}', "user", "unknown field"),
+    ],
+)
+def test_what_is_wrong_is_named(body: bytes, field: str, message: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        decode_recommend(body)
+    assert caught.value.kind.status == 422
+    assert [(error.field, error.message) for error in caught.value.errors] == [(field, message)]
+
+
+def test_deep_nesting_is_refused_without_recursion() -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    for body, decode in ((b'{"history": %s}' % deep, decode_recommend), (b'{"requests": [%s]}' % deep, decode_batch)):
+        with pytest.raises(ProblemError) as caught:
+            decode(body)
+        assert caught.value.kind.status == 422
+
+
+def test_elements_of_a_batch_stay_undecoded() -> None:
+    batch = decode_batch(b'{"requests": [{"history": ["a"]}, {"history": 3}]}')
+    assert decode_recommend(batch.requests[0]).history == ["a"]
+    with pytest.raises(ProblemError, match="history: expected"):
+        decode_recommend(batch.requests[1])
+
+
+@pytest.mark.parametrize("body", [b'{"requests": []}', b"{}", b'{"requests": {}}', b'{"requests": [1], "x": 1}'])
+def test_a_malformed_batch_fails_as_a_whole(body: bytes) -> None:
+    with pytest.raises(ProblemError) as caught:
+        decode_batch(body)
+    assert caught.value.kind.status == 422

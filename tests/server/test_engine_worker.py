@@ -1,0 +1,167 @@
+"""The engine process's side: filters compiled, leaves expanded, bad rows alone, catalogs swapped between batches."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from loka_serve.engines.base import BeamResult, EngineLimits
+from loka_serve.server import messages
+from loka_serve.server.engine_worker import EngineWorker, is_device_error, leaves_are_valid, to_result
+from loka_serve.server.messages import (
+    Batch,
+    BatchResult,
+    CatalogLoaded,
+    DropCatalog,
+    LoadCatalog,
+    Stop,
+    WireRequest,
+    pack_integers,
+    unpack_integers,
+    unpack_scores,
+)
+from tests.server.scripted_engine import NAN, RAISE, ScriptedEngine
+from tests.server.scripted_server import make_catalog
+
+CATALOG = make_catalog()
+
+
+class Pipe:
+    """A worker in a thread, and the API process's ends of its sockets."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.work, work = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
+        self.results, results = self.context.socket(zmq.PULL), self.context.socket(zmq.PUSH)
+        for name, (bound, connected) in {"work": (self.work, work), "results": (self.results, results)}.items():
+            bound.bind(f"inproc://{name}")
+            connected.connect(f"inproc://{name}")
+        self.engine = ScriptedEngine(CATALOG, EngineLimits(8, 64, 50, 3))
+        worker = EngineWorker(self.engine, CATALOG, work, results, os.getppid())
+        self.thread = threading.Thread(target=worker.run, daemon=True)
+        self.thread.start()
+
+    def send(self, message: messages.ToEngine) -> None:
+        self.work.send(messages.encode(message))
+
+    def receive(self) -> Any:
+        assert self.results.poll(5000), "no answer"
+        return messages.decode_from_engine(self.results.recv())
+
+    def ask(self, *requests: WireRequest, version: str = CATALOG.version) -> BatchResult:
+        self.send(Batch(7, version, list(requests)))
+        result = self.receive()
+        assert isinstance(result, BatchResult)
+        return result
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.send(Stop())
+    pipe.thread.join(5)
+    assert not pipe.thread.is_alive()
+    pipe.context.destroy(linger=0)
+
+
+def request(code: int = 1, num_items: int = 3, **changes: Any) -> WireRequest:
+    return WireRequest(pack_integers([[code, 0, 0]]), [0, 0], 8, num_items, **changes)
+
+
+def items_of(result: BatchResult, row: int = 0) -> list[str]:
+    return [CATALOG.item_ids[index] for index in unpack_integers(result.results[row].items)]
+
+
+def test_leaves_become_items_with_scores(pipe: Pipe) -> None:
+    result = pipe.ask(request(num_items=6))
+    assert result.batch_id == 7
+    # item-4 and item-5 share the fifth leaf and so its score.
+    assert items_of(result) == [f"item-{index}" for index in range(6)]
+    assert unpack_scores(result.results[0].scores).tolist() == [-0.25, -0.5, -0.75, -1.0, -1.25, -1.25]
+    assert result.results[0].complete
+    assert set(result.timings) == {"prepare", "decode", "total", "expand"}
+
+
+def test_exclusions_and_predicates_are_compiled_into_the_request(pipe: Pipe) -> None:
+    excluded = pack_integers([CATALOG.index_of("item-0") or 0])
+    result = pipe.ask(request(exclude=excluded), request(predicates={"kind": ["odd"]}, exclude=excluded))
+    assert items_of(result, 0) == ["item-1", "item-2", "item-3"]
+    assert items_of(result, 1) == ["item-1", "item-3", "item-5"]
+
+
+def test_too_few_items_are_said_to_be_incomplete(pipe: Pipe) -> None:
+    result = pipe.ask(request(predicates={"price": ["0.5"]}))
+    assert (items_of(result), result.results[0].complete) == (["item-1"], False)
+
+
+def test_a_row_that_is_not_a_number_fails_alone(pipe: Pipe) -> None:
+    result = pipe.ask(request(), request(NAN), request())
+    assert [row.error for row in result.results] == [None, "nan", None]
+    assert items_of(result, 2) == ["item-0", "item-1", "item-2"]
+
+
+def test_after_an_exception_the_requests_run_one_by_one(pipe: Pipe) -> None:
+    result = pipe.ask(request(), request(RAISE), request())
+    assert [row.error for row in result.results] == [None, "exception", None]
+    assert pipe.engine.batch_sizes == [3, 1, 1, 1]
+    assert items_of(result, 2) == ["item-0", "item-1", "item-2"]
+
+
+def test_catalogs_are_swapped_when_a_batch_names_another(pipe: Pipe, tmp_path: Path) -> None:
+    other = make_catalog(30, prefix="new")
+    other.save(tmp_path / "other")
+    pipe.send(LoadCatalog(other.version, str(tmp_path / "other")))
+    assert pipe.receive() == CatalogLoaded(other.version)
+    assert pipe.engine.swaps == []
+    for version in (CATALOG.version, other.version, other.version, CATALOG.version):
+        result = pipe.ask(request(), version=version)
+        catalog = other if version == other.version else CATALOG
+        assert catalog.item_ids[unpack_integers(result.results[0].items)[0]] in ("item-0", "new-0")
+    assert pipe.engine.swaps == [other.version, CATALOG.version]
+    pipe.send(DropCatalog(other.version))
+    assert items_of(pipe.ask(request())) == ["item-0", "item-1", "item-2"]
+
+
+def test_a_catalog_that_cannot_be_read_is_reported(pipe: Pipe, tmp_path: Path) -> None:
+    pipe.send(LoadCatalog("some-version", str(tmp_path / "missing")))
+    loaded = pipe.receive()
+    assert loaded.version == "some-version" and "missing" in loaded.error
+    make_catalog(30).save(tmp_path / "other")
+    pipe.send(LoadCatalog("another-version", str(tmp_path / "other")))
+    assert "expected another-version" in pipe.receive().error
+
+
+def test_what_makes_leaves_invalid() -> None:
+    leaves = np.array([3, 0, 5], np.int32)
+    assert leaves_are_valid(leaves, None, CATALOG)
+    assert leaves_are_valid(leaves[:0], None, CATALOG)
+    assert not leaves_are_valid(np.array([3, -1], np.int32), None, CATALOG)
+    assert not leaves_are_valid(np.array([3, CATALOG.trie.leaf_count], np.int32), None, CATALOG)
+    assert not leaves_are_valid(np.array([3, 5, 3], np.int32), None, CATALOG)
+    without_item_0 = CATALOG.filter([CATALOG.index_of("item-0") or 0])
+    assert not leaves_are_valid(leaves, without_item_0, CATALOG)
+    assert leaves_are_valid(leaves[::2], without_item_0, CATALOG)
+
+
+def test_an_infinite_score_is_an_error_even_if_the_engine_does_not_say_so() -> None:
+    scores = np.array([[-1.0, np.inf]], np.float32)
+    leaves = np.array([[0, 1]], np.int32)
+    result = BeamResult(leaves, scores, np.array([2], np.int32), np.array([False]), {})
+    assert to_result(result, 0, None, CATALOG, 2).error == "nan"
+
+
+def test_device_errors_are_told_from_others() -> None:
+    class AcceleratorError(RuntimeError):
+        """As torch names it."""
+
+    assert is_device_error(AcceleratorError("x"))
+    assert is_device_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_device_error(RuntimeError("shape mismatch"))

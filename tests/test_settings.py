@@ -1,0 +1,80 @@
+"""Flags and environment variables: a flag wins, and a bad value is named with what was expected."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from loka_serve.config import ServerConfig
+from loka_serve.settings import ConfigError
+
+
+def read(*arguments: str, **environment: str) -> ServerConfig:
+    return ServerConfig.from_command_line(arguments, environment)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    config = read("--bundle", str(tmp_path))
+    assert (config.host, config.port, config.engine, config.device) == ("127.0.0.1", 8000, "auto", "auto")
+    assert config.allow_catalog_updates is False
+    assert config.bundle == tmp_path
+
+
+def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) -> None:
+    values = {
+        "bundle": str(tmp_path), "engine": "reference", "device": "cuda:1", "cpu_threads": "3", "model_name": "m",
+        "max_beam_width": "64", "max_context": "100", "host": "::1", "port": "1", "max_batch": "2",
+        "max_delay_ms": "1.5", "max_queue": "4", "max_body_bytes": "5", "max_batch_requests": "6",
+        "default_timeout_ms": "7.5", "body_timeout_s": "8", "allow_catalog_updates": "true", "max_catalog_bytes": "9",
+        "engine_start_timeout_s": "10", "engine_batch_timeout_s": "11", "engine_restarts": "12",
+        "drain_timeout_s": "13", "log_level": "debug", "summary_interval_s": "14",
+    }  # fmt: skip
+    assert set(values) == {field.name for field in dataclasses.fields(ServerConfig)}
+    from_variables = read(**{f"LOKA_{name.upper()}": value for name, value in values.items()})
+    flags = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        flags.extend([flag] if value == "true" else [flag, value])
+    assert read(*flags) == from_variables
+    assert (from_variables.device, from_variables.max_delay_ms, from_variables.max_batch) == ("cuda:1", 1.5, 2)
+    assert from_variables.allow_catalog_updates is True
+    assert read(*flags, LOKA_MAX_BATCH="99", LOKA_LOG_LEVEL="error") == from_variables
+    assert read(*flags, "--no-allow-catalog-updates").allow_catalog_updates is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port: expected a whole number from 0 to 65535, got '70000'"),
+        (["--port", "8000.5"], "--port: expected a whole number from 0 to 65535, got '8000.5'"),
+        (["--max-delay-ms", "nan"], "--max-delay-ms: expected a number from 0 to 10000, got 'nan'"),
+        (["--max-delay-ms", "-1"], "--max-delay-ms: expected a number from 0 to 10000, got '-1'"),
+        (["--engine", "warp"], "--engine: expected one of auto, reference"),
+        (["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (["--device", "cpu:1"], "--device: expected auto, cpu, cuda or cuda:N, got 'cpu:1'"),
+        (["--bundle", "/no/such/place"], "--bundle: expected an existing directory, got '/no/such/place'"),
+        (["--host", ""], "--host: expected a text that is not empty, got ''"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--max-bat", "3"], "unrecognized arguments: --max-bat 3"),
+        (["--port"], "argument --port: expected one argument"),
+    ],
+)
+def test_a_bad_flag_is_named(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(*(["--bundle", str(tmp_path)] if "--bundle" not in arguments else []), *arguments)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_variable_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^LOKA_MAX_BATCH: expected a whole number from 0 to 4096, got 'many'$"):
+        read("--bundle", str(tmp_path), LOKA_MAX_BATCH="many")
+    with pytest.raises(ConfigError, match="^LOKA_ALLOW_CATALOG_UPDATES: expected true or false, got 'maybe'$"):
+        read("--bundle", str(tmp_path), LOKA_ALLOW_CATALOG_UPDATES="maybe")
+
+
+def test_a_required_setting_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"^--bundle \(or LOKA_BUNDLE\) is missing: expected an existing directory$"):
+        read()
