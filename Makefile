@@ -43,7 +43,7 @@ readme: setup
 
 # Needs a running server (make demo ARGS=--keep) and its histories.
 loadtest: setup
-	LOKA_HISTORIES=$(DEMO_DIR)/data/test.jsonl $(BIN)/locust -f loadtest/locustfile.py --headless \
+	LOKA_HISTORIES=$(DEMO_DIR)/data/histories.jsonl $(BIN)/locust -f loadtest/locustfile.py --headless \
 	  --host http://127.0.0.1:8000 --users 8 --spawn-rate 8 --run-time 30s $(ARGS)
 
 clean:

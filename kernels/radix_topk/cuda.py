@@ -19,7 +19,6 @@ from loka_serve.kernels.nvrtc import Kernel, compile_kernel
 SOURCE = Path(__file__).with_name("radix_topk.cu")
 MAX_K = 1024
 MAX_COLUMNS = 2**31 - 1
-BINS = 2048  # as in radix_topk.cu
 COLLECTED_ROOM = 8192  # elements of a long row that may reach the threshold
 BLOCKS_WANTED = 1024
 MIN_STRETCH = 64  # a long row gives one sampled run of 32 elements for each stretch; see topk_sample_threshold
@@ -33,6 +32,7 @@ class Configuration:
     items: int
     capacity: int
     blocks_per_sm: int
+    log2_bins: int = 11
 
     @property
     def columns(self) -> int:
@@ -41,7 +41,7 @@ class Configuration:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of topk_short_rows: struct Scratch, the gathered candidates and the row's keys."""
-        scratch = 8 * self.capacity + 2 * 4 * BINS + 2 * 4 * (self.threads // 32) + 16
+        scratch = 8 * self.capacity + 2 * 4 * (1 << self.log2_bins) + 2 * 4 * (self.threads // 32) + 16
         return -(-scratch // 16) * 16 + 8 * self.capacity + 4 * self.columns
 
     def definitions(self) -> tuple[tuple[str, int], ...]:
@@ -50,6 +50,7 @@ class Configuration:
             ("ITEMS", self.items),
             ("CAPACITY", self.capacity),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
+            ("LOG2_BINS", self.log2_bins),
         )
 
 

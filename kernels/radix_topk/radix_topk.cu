@@ -9,16 +9,18 @@
 // Functions stay out of line where they are called twice: a launch starts with a cold instruction cache, and on small
 // inputs fetching code is what takes the time.
 //
-// Compiled with -DTHREADS, -DITEMS (keys a thread holds), -DCAPACITY (candidates, at least twice the largest k) and
-// -DBLOCKS_PER_SM (how many blocks should fit a multiprocessor).
+// Compiled with -DTHREADS, -DITEMS (keys a thread holds), -DCAPACITY (candidates, at least twice the largest k),
+// -DLOG2_BINS and -DBLOCKS_PER_SM (how many blocks should fit a multiprocessor).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#define BINS 2048
 #define WARPS (THREADS / 32)
+#define BINS (1 << LOG2_BINS)
 #define BINS_PER_THREAD ((BINS + THREADS - 1) / THREADS)
+#define SMALL_PER_THREAD (CAPACITY / THREADS)
 static_assert(BINS_PER_THREAD * THREADS == BINS, "THREADS must divide BINS");
+static_assert(SMALL_PER_THREAD * THREADS == CAPACITY, "THREADS must divide CAPACITY");
 
 struct __align__(16) Scratch {
   u64 candidates[CAPACITY];
@@ -44,10 +46,14 @@ __device__ __forceinline__ u64 compose(u32 key, u32 index) { return (u64(key) <<
 __device__ __forceinline__ int slice_shift(u64 low, u64 high) {
   const u64 range = high - low;
   const int bits = range ? 64 - __clzll(range) : 0;
-  return bits > 11 ? bits - 11 : 0;
+  return max(bits - LOG2_BINS, 0);
 }
 
+__device__ __forceinline__ int slice_shift(u32 low, u32 high) { return max(32 - __clz(high - low) - LOG2_BINS, 0); }
+
 // For every slice the number of keys in higher slices; and the slice of the k-th largest key.
+// Without PLACES only the latter is found.
+template <bool PLACES>
 __device__ __forceinline__ void scan_slices(Scratch& s, u32 k) {
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const u32 first = BINS - BINS_PER_THREAD * (threadIdx.x + 1);  // thread 0 holds the highest slices
@@ -69,7 +75,7 @@ __device__ __forceinline__ void scan_slices(Scratch& s, u32 k) {
   u32 running = __reduce_add_sync(0xffffffffu, of_warp) + inclusive - sum;
 #pragma unroll
   for (int i = BINS_PER_THREAD - 1; i >= 0; --i) {
-    s.above[first + i] = running;
+    if (PLACES) s.above[first + i] = running;
     if (running < k && k <= running + mine[i]) {
       s.slice = first + i;
       s.above_slice = running;
@@ -128,7 +134,7 @@ __device__ __noinline__ void select_sorted(Scratch& s, Source& source, u64 low, 
   while (k > 0) {
     const int shift = slice_shift(low, high);
     count_slices(s, source, low, high, shift);
-    scan_slices(s, k);
+    scan_slices<true>(s, k);
     const u32 slice = s.slice, sure = s.above_slice, in_slice = s.in_slice;
     if (sure + in_slice <= CAPACITY) {
       emit(s, source, low, high, shift, slice, sure + in_slice, k, values, indices);
@@ -145,21 +151,51 @@ __device__ __noinline__ void select_sorted(Scratch& s, Source& source, u64 low, 
   }
 }
 
+// As select_sorted for at most CAPACITY keys of a list: each is read once, and its place inside its slice is what the
+// count was when it was added. Slices are of the score alone.
+__device__ __forceinline__ void sort_small(Scratch& s, const u64* list, u32 count, u32 low, u32 high, u32 k,
+                                           float* values, int* indices) {
+  const int shift = slice_shift(low, high);
+  u64 keys[SMALL_PER_THREAD];
+  u32 slices[SMALL_PER_THREAD], places[SMALL_PER_THREAD];
+  for (u32 i = threadIdx.x; i < BINS; i += THREADS) s.counts[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < SMALL_PER_THREAD; ++i) {
+    const u32 at = i * THREADS + threadIdx.x;
+    if (at < count) {
+      keys[i] = list[at];
+      slices[i] = (u32(keys[i] >> 32) - low) >> shift;
+      places[i] = atomicAdd(&s.counts[slices[i]], 1u);
+    }
+  }
+  __syncthreads();
+  scan_slices<true>(s, k);
+#pragma unroll
+  for (int i = 0; i < SMALL_PER_THREAD; ++i) {
+    if (i * THREADS + threadIdx.x < count) s.candidates[s.above[slices[i]] + places[i]] = keys[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < SMALL_PER_THREAD; ++i) {
+    if (i * THREADS + threadIdx.x >= count) break;
+    const u32 begin = s.above[slices[i]], end = slices[i] == 0 ? count : s.above[slices[i] - 1];
+    u32 rank = begin;
+#pragma unroll 1
+    for (u32 other = begin; other < end; ++other) rank += s.candidates[other] > keys[i];
+    if (rank < k) {
+      values[rank] = unordered(u32(keys[i] >> 32));
+      indices[rank] = int(0xffffffffu - u32(keys[i]));
+    }
+  }
+}
+
 struct Registers {  // a sample, whose indices do not matter
   u32 keys[ITEMS];
   template <class Function>
   __device__ __forceinline__ void for_each(Function function) {
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) function(keys[i], 0u);
-  }
-};
-
-struct Maxima {  // of a thread's fours; 0 where a four has no element
-  const u32* best;
-  template <class Function>
-  __device__ __forceinline__ void for_each(Function function) {
-#pragma unroll
-    for (int i = 0; i < ITEMS / 4; ++i) function(best[i], 0u);
   }
 };
 
@@ -199,7 +235,7 @@ struct Keys {  // gathered candidates, in shared or device memory
 };
 
 // Smallest and largest key of the block, from each thread's own.
-__device__ __forceinline__ void block_range(Scratch& s, u32 smallest, u32 largest, u64& low, u64& high) {
+__device__ __forceinline__ void block_range(Scratch& s, u32 smallest, u32 largest, u32& low, u32& high) {
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const u32 warp_low = __reduce_min_sync(0xffffffffu, smallest), warp_high = __reduce_max_sync(0xffffffffu, largest);
   if (lane == 0) {
@@ -207,10 +243,8 @@ __device__ __forceinline__ void block_range(Scratch& s, u32 smallest, u32 larges
     s.warp_values[WARPS + warp] = warp_high;
   }
   __syncthreads();
-  const u32 block_low = __reduce_min_sync(0xffffffffu, lane < WARPS ? s.warp_values[lane] : 0xffffffffu);
-  const u32 block_high = __reduce_max_sync(0xffffffffu, lane < WARPS ? s.warp_values[WARPS + lane] : 0u);
-  low = u64(block_low) << 32;
-  high = (u64(block_high) << 32) | 0xffffffffu;
+  low = __reduce_min_sync(0xffffffffu, lane < WARPS ? s.warp_values[lane] : 0xffffffffu);
+  high = __reduce_max_sync(0xffffffffu, lane < WARPS ? s.warp_values[WARPS + lane] : 0u);
 }
 
 // Appends the row's keys from `low` on to `list`; returns how many there are, of which at most CAPACITY are stored.
@@ -253,6 +287,17 @@ __device__ __forceinline__ u32 wanted(const int* row_k, int ragged, u32 k, u32 c
   return min(own, columns);
 }
 
+// Bits of four neighbouring elements, of which some may be beyond the row's end.
+__device__ __noinline__ uint4 load_four(const float* own, u32 first, u32 columns, bool aligned) {
+  if (aligned && first + 3 < columns) return *reinterpret_cast<const uint4*>(own + first);
+  uint4 four = make_uint4(0u, 0u, 0u, 0u);
+  if (first < columns) four.x = __float_as_uint(own[first]);
+  if (first + 1 < columns) four.y = __float_as_uint(own[first + 1]);
+  if (first + 2 < columns) four.z = __float_as_uint(own[first + 2]);
+  if (first + 3 < columns) four.w = __float_as_uint(own[first + 3]);
+  return four;
+}
+
 // Rows of at most THREADS * ITEMS columns: one block a row, read once into shared memory. A bound comes from the maxima
 // of neighbouring fours: the k-th largest of them is reached by at least k elements, and on scores without a pattern by
 // hardly more. What reaches it is gathered and selected; where too much does, the whole row is.
@@ -267,27 +312,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_short_
   const u32 row = blockIdx.x;
   const float* own = scores + u64(row) * row_stride;
   const bool aligned = (row_stride & 3) == 0;
-  uint4 fours[ITEMS / 4];
   if (threadIdx.x == 0) size = 0;
-#pragma unroll
-  for (int i = 0; i < ITEMS / 4; ++i) {
-    const u32 first = (i * THREADS + threadIdx.x) * 4;
-    if (aligned && first + 3 < columns) {
-      fours[i] = __ldcs(reinterpret_cast<const uint4*>(own + first));
-    } else {
-      fours[i].x = first < columns ? __float_as_uint(own[first]) : 0u;
-      fours[i].y = first + 1 < columns ? __float_as_uint(own[first + 1]) : 0u;
-      fours[i].z = first + 2 < columns ? __float_as_uint(own[first + 2]) : 0u;
-      fours[i].w = first + 3 < columns ? __float_as_uint(own[first + 3]) : 0u;
-    }
-  }
   u32 best[ITEMS / 4], smallest = 0xffffffffu, largest = 0;
+  uint4 fours[ITEMS / 4];
+  const bool full = aligned && columns == THREADS * ITEMS;
 #pragma unroll
   for (int i = 0; i < ITEMS / 4; ++i) {
     const u32 first = (i * THREADS + threadIdx.x) * 4;
-    auto convert = [&](u32 bits, u32 index) { return index < columns ? ordered(__uint_as_float(bits)) : 0u; };
-    const uint4 four = make_uint4(convert(fours[i].x, first), convert(fours[i].y, first + 1),
-                                  convert(fours[i].z, first + 2), convert(fours[i].w, first + 3));
+    fours[i] = full ? __ldcs(reinterpret_cast<const uint4*>(own + first)) : load_four(own, first, columns, aligned);
+  }
+#pragma unroll
+  for (int i = 0; i < ITEMS / 4; ++i) {
+    const u32 first = (i * THREADS + threadIdx.x) * 4;
+    uint4 four = make_uint4(ordered(__uint_as_float(fours[i].x)), ordered(__uint_as_float(fours[i].y)),
+                            ordered(__uint_as_float(fours[i].z)), ordered(__uint_as_float(fours[i].w)));
+    if (!full) {
+      four.x = first < columns ? four.x : 0u;
+      four.y = first + 1 < columns ? four.y : 0u;
+      four.z = first + 2 < columns ? four.z : 0u;
+      four.w = first + 3 < columns ? four.w : 0u;
+    }
     *reinterpret_cast<uint4*>(keys + first) = four;
     best[i] = max(max(four.x, four.y), max(four.z, four.w));
     largest = max(largest, best[i]);
@@ -296,27 +340,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_short_
   const u32 own_k = wanted(row_k, ragged, k, columns, row);
   values += u64(row) * k;
   indices += u64(row) * k;
-  u64 low, high;
+  u32 low, high;
   block_range(s, smallest, largest, low, high);
   const u32 groups = (columns + 3) / 4;
   u32 count = 0;
   if (own_k && own_k <= groups) {
-    Maxima maxima{best};
     const int shift = slice_shift(low, high);
-    count_slices(s, maxima, low, high, shift);
-    scan_slices(s, own_k);
-    // Only the score's half of the key is a bound: the maxima carry no index.
-    low = (low + (u64(s.slice) << shift)) >> 32 << 32;
-    count = gather(keys, u32(low >> 32), list, &size);
+    for (u32 i = threadIdx.x; i < BINS; i += THREADS) s.counts[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ITEMS / 4; ++i) {
+      if (best[i]) atomicAdd(&s.counts[(best[i] - low) >> shift], 1u);
+    }
+    __syncthreads();
+    scan_slices<false>(s, own_k);
+    low += s.slice << shift;
+    count = gather(keys, low, list, &size);
   }
   if (count && count <= CAPACITY) {
-    Keys source{list, count};
-    select_sorted(s, source, low, high, own_k, values, indices);
+    sort_small(s, list, count, low, high, own_k, values, indices);
   } else {
     // The smallest of the maxima says nothing of the smallest element.
     __syncthreads();
     SharedRow source{keys};
-    select_sorted(s, source, u64(1) << 32, high, own_k, values, indices);
+    select_sorted(s, source, u64(1) << 32, (u64(high) << 32) | 0xffffffffu, own_k, values, indices);
   }
   fill_rest(own_k, k, values, indices);
 }
@@ -346,15 +393,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_sample_threshold(cons
     largest = max(largest, source.keys[i]);
     smallest = min(smallest, source.keys[i]);
   }
-  u64 low, high;
-  block_range(s, smallest, largest, low, high);
+  u32 low_score, high_score;
+  block_range(s, smallest, largest, low_score, high_score);
+  u64 low = u64(low_score) << 32, high = (u64(high_score) << 32) | 0xffffffffu;
   __syncthreads();
   // Descend to the slice of the rank-th sample; its lower end is as good a threshold as the sample itself.
   u32 left = rank;
   for (int level = 0; level < 3; ++level) {
     const int shift = slice_shift(low, high);
     count_slices(s, source, low, high, shift);
-    scan_slices(s, left);
+    scan_slices<false>(s, left);
     const u32 in_slice = s.in_slice;
     low += u64(s.slice) << shift;
     high = low + ((u64(1) << shift) - 1);
@@ -449,8 +497,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_finish(const float* _
     __syncthreads();
     for (int w = 0; w < WARPS; ++w) largest = max(largest, s.warp_values[w]);
     __syncthreads();
-    const u64 high = (u64(largest) << 32) | 0xffffffffu;
-    select_sorted(s, source, u64(thresholds[row]) << 32, high, own_k, own_values, own_indices);
+    if (count <= CAPACITY) {
+      sort_small(s, source.keys, count, thresholds[row], largest, own_k, own_values, own_indices);
+    } else {
+      const u64 high = (u64(largest) << 32) | 0xffffffffu;
+      select_sorted(s, source, u64(thresholds[row]) << 32, high, own_k, own_values, own_indices);
+    }
   } else {
     Row source{scores + u64(row) * row_stride, columns};
     select_sorted(s, source, 0, ~u64(0), own_k, own_values, own_indices);

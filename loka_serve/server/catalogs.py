@@ -20,7 +20,8 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.errors import CatalogError
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher
 from loka_serve.server.catalog_compiler import REFUSED_STATUS
-from loka_serve.server.engine_client import EngineClient, EngineFailure
+from loka_serve.server.engine_client import EngineClient
+from loka_serve.server.engine_connection import EngineFailure
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import CONFLICT, INTERNAL, INVALID, UNAVAILABLE, ProblemError, invalid
 

@@ -1,23 +1,20 @@
-"""The API process's side of the engine: starts the process, talks to it, and starts a new one when it fails."""
+"""Keeps an engine process running: watches it, passes its answers on, and starts a new one when it fails."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from loka_serve.server import messages
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher
+from loka_serve.server.engine_connection import Connection, EngineFailure, EngineSettings
 from loka_serve.server.messages import (
     START_FAILED_STATUS,
     Batch,
@@ -25,7 +22,6 @@ from loka_serve.server.messages import (
     CatalogLoaded,
     Ready,
     StartFailed,
-    ToEngine,
 )
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import UNAVAILABLE, ProblemError
@@ -36,83 +32,6 @@ BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 WATCH_SECONDS = 0.25
 PROVEN_SECONDS = 60.0  # an engine that ran this long, or answered a batch, was not a failed start
 STOP_SECONDS = 2.0
-
-
-class EngineFailure(Exception):
-    """The engine process cannot go on; `permanent` if a new one would fail in the same way."""
-
-    def __init__(self, reason: str, permanent: bool = False) -> None:
-        super().__init__(reason)
-        self.permanent = permanent
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How to start the engine process, and how long to be patient.
-
-    Attributes:
-        command: program and arguments; `--endpoint`, `--parent` and `--log-level` are added.
-        restarts: failed starts in a row before giving up.
-    """
-
-    command: Sequence[str]
-    log_level: str
-    start_timeout: float
-    batch_timeout: float
-    restarts: int
-
-
-class Connection:
-    """One engine process with its sockets; a fresh address each time, so that no message of a dead one is ever read."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        # Sockets in a directory that only this user may enter.
-        self.directory = tempfile.mkdtemp(prefix="loka-")
-        self.endpoint = f"ipc://{self.directory}/engine"
-        self.settings = settings
-        self.context = zmq.asyncio.Context()
-        self.results = self.context.socket(zmq.PULL)
-        self.results.bind(f"{self.endpoint}.results")
-        # Sending never waits: with two batches in flight the pipe cannot fill.
-        self.work: zmq.Socket[bytes] = zmq.Context.shadow(self.context.underlying).socket(zmq.PUSH)
-        self.work.bind(f"{self.endpoint}.work")
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Start the process."""
-        self.process = await asyncio.create_subprocess_exec(
-            *self.settings.command,
-            *("--endpoint", self.endpoint, "--parent", str(os.getpid()), "--log-level", self.settings.log_level),
-        )
-
-    def send(self, message: ToEngine) -> None:
-        """Hand a message over; raises EngineFailure when nobody takes it."""
-        try:
-            self.work.send(messages.encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise EngineFailure(f"the engine takes no messages: {error}") from None
-
-    async def receive(self) -> messages.FromEngine:
-        """The next message; raises EngineFailure on one that cannot be read."""
-        try:
-            return messages.decode_from_engine(await self.results.recv())
-        except msgspec.DecodeError as error:
-            raise EngineFailure(f"a message of the engine cannot be read: {error}") from None
-
-    def abandon(self) -> None:
-        """Kill the process if it still runs, and remove the files."""
-        if self.process is not None and self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    async def close(self) -> None:
-        """As `abandon`, and wait for the process to end."""
-        self.abandon()
-        if self.process is not None:
-            await self.process.wait()
-        self.work.close(linger=0)
-        self.context.destroy(linger=0)
 
 
 @dataclass

@@ -11,7 +11,8 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.config import ServerConfig
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher, BatchSettings
 from loka_serve.server.catalogs import CatalogStore
-from loka_serve.server.engine_client import EngineClient, EngineSettings
+from loka_serve.server.engine_client import EngineClient
+from loka_serve.server.engine_connection import EngineSettings
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import UNAVAILABLE, ProblemError
 from loka_serve.server.resolution import ServedModel
