@@ -30,7 +30,7 @@ def compile_kernel(
         major, minor = torch.cuda.get_device_capability(device_index)
         # Hopper's own instructions need the target with the suffix "a".
         target = f"{major}{minor}a" if major == 9 else f"{major}{minor}"
-        options = ["--std=c++17", *(f"-D{macro}={value}" for macro, value in definitions)]
+        options = ["--std=c++17", f"-I{source.parent}", *(f"-D{macro}={value}" for macro, value in definitions)]
         compiled: Any = torch.cuda._compile_kernel(  # type: ignore[attr-defined]
             source.read_text(), name, compute_capability=target, nvcc_options=options
         )

@@ -1,0 +1,1 @@
+"""Exact, sorted top-k of the rows of a matrix."""
