@@ -36,7 +36,7 @@ def groceries_table() -> str:
         [
             name,
             *(f"{results[key][metric]:.3f}" for metric in ("hr@10", "ndcg@10")),
-            *(f"{results['random_order'][key][metric]:.3f}" for metric in ("hr@10", "ndcg@10")),
+            *(f"{results[key]['random_order'][metric]:.3f}" for metric in ("hr@10", "ndcg@10")),
         ]
         for key, name in names.items()
     ]
