@@ -37,19 +37,43 @@ def _round_as_hardware_does() -> None:
     interpreter._convert_float = convert_float
 
 
+def _multiply_bfloat16_numbers() -> None:
+    """Make the interpreter's dot widen bfloat16: as shipped it multiplies the integers that hold the bits."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = torch.from_numpy(handle.data.astype("int16")).view(torch.bfloat16)
+        return interpreter.TensorHandle(bits.float().numpy(), tl.float32)
+
+    def dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create_dot(builder, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = dot
+
+
 if DEVICE == "cpu" and importlib.util.find_spec("triton") is not None:
     _round_as_hardware_does()
+    _multiply_bfloat16_numbers()
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 def compile_for_hopper(
-    kernel: Any, signature: dict[str, str], configurations: list[dict[str, Any]], num_warps: int = 4
+    kernel: Any,
+    signature: dict[str, str],
+    configurations: list[dict[str, Any]],
+    num_warps: int = 4,
+    instruction: str = "",
 ) -> None:
     """Compile a kernel for sm_90 down to a cubin in each configuration (its constexpr arguments), which needs no GPU.
 
-    Entries of a configuration that are no constexpr override the signature. All runs in a process of its own: a kernel
-    that was decorated for the interpreter cannot be compiled.
+    Entries of a configuration that are no constexpr override the signature, or num_warps and num_stages. The PTX must
+    have `instruction`. All runs in a process of its own: a kernel decorated for the interpreter cannot be compiled.
     """
     module, name = kernel.fn.__module__, kernel.fn.__name__
     script = textwrap.dedent(
@@ -63,8 +87,12 @@ def compile_for_hopper(
             constants = {{name: value for name, value in configuration.items() if name in constexprs}}
             types = {signature!r} | configuration | dict.fromkeys(constants, "constexpr")
             source = ASTSource(kernel, {{name: types[name] for name in kernel.arg_names}}, constants)
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": {num_warps}}})
+            options = {{"num_warps": {num_warps}}}
+            options.update((name, configuration[name]) for name in ("num_warps", "num_stages") if name in configuration)
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             assert len(compiled.asm["cubin"]) > 1000, configuration
+            assert {instruction!r} in compiled.asm["ptx"], configuration
+            assert compiled.metadata.shared <= 227 * 1024, configuration
         """
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

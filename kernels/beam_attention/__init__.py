@@ -1,0 +1,1 @@
+"""Attention of beams over the shared context of their request."""

@@ -1,0 +1,1 @@
+"""Self-attention of beams over their own few positions, through pointers to their ancestors."""
