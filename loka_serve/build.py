@@ -41,7 +41,7 @@ from loka_serve.cores import default_threads
 from loka_serve.engines import ENGINES
 from loka_serve.engines.base import EngineLimits, EngineRequest
 from loka_serve.engines.reference import ReferenceEngine
-from loka_serve.errors import EngineError, LokaError, QuantizationError
+from loka_serve.errors import EngineError, LokaError
 from loka_serve.gate import GateResult, compare, recommend_items
 from loka_serve.models.checkpoint import load_checkpoint, load_config
 from loka_serve.models.config import OneRecV2Config
@@ -52,7 +52,7 @@ from loka_serve.probe.report import SiteReport, costliest_sites, format_bytes, f
 from loka_serve.probe.run import probe_and_quantize
 from loka_serve.quantization.methods import SiteMethod
 from loka_serve.quantization.plan import PrecisionPlan
-from loka_serve.quantization.recipes import RECIPES, State, check_finite
+from loka_serve.quantization.recipes import RECIPES, State
 from loka_serve.tensor_files import TensorWriter
 
 EXIT_ERROR, EXIT_GATE, EXIT_INTERRUPTED = 2, 3, 130
@@ -142,22 +142,14 @@ def build(config: BuildConfig) -> BuildOutcome:
 
 
 def run_as_bf16(model: OneRecV2, cache_weight: bool) -> None:
-    """Let a loaded model compute as a bf16 bundle of it would, while its sites keep their weights.
-
-    Raises:
-        QuantizationError: names a site whose weight is not finite.
-    """
+    """Let a loaded model compute as a bf16 bundle of it would, while its sites keep their weights."""
     sites = model.sites()
     for name, parameter in list(model.named_parameters()):
         if name.removesuffix(".weight") not in sites:
             rounded = parameter.data.to(stored_dtype(parameter))
             load_parameter(model, name, rounded, parameter.device, torch.float32)
-    for name, site in sites.items():
+    for site in sites.values():
         assert site.weight is not None
-        try:
-            check_finite(site.weight.data)
-        except QuantizationError as error:
-            raise QuantizationError(f"site {name}: {error}") from error
         site.method = SiteMethod(RECIPES["bf16"], {"weight": site.weight.data}, cache_weight)
 
 
@@ -218,7 +210,10 @@ def _complete(stage: Path, config: BuildConfig, inputs: _Inputs, gate: Mapping[s
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:  # a number that is none of a device
+        raise EngineError(f"--device {name} is not usable here: {str(error).splitlines()[0]}") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise EngineError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
     return device

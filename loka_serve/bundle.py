@@ -214,7 +214,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{file}: format version {manifest.get('format_version')!r} is not supported: expected {FORMAT_VERSION}; "
             "build the bundle again"
         )
-    if file.read_bytes() != _manifest_bytes(manifest):
+    try:
+        written = _manifest_bytes(manifest)
+    except RecursionError:  # writing nests deeper than reading did
+        raise BundleError(f"{file}: not JSON: nested too deeply") from None
+    if file.read_bytes() != written:
         raise BundleError(f"{file}: changed since it was written: its checksum does not fit")
     return manifest
 
@@ -254,6 +258,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BundleError(f"{path}: not JSON: {error}") from error
+    except RecursionError:
+        raise BundleError(f"{path}: not JSON: nested too deeply") from None
     if not isinstance(values, dict):
         raise BundleError(f"{path}: expected a JSON object, found {type(values).__name__}")
     return values

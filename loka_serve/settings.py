@@ -135,13 +135,14 @@ class ExistingPath:
 class OutputPath:
     """A path to write to; it need not exist."""
 
-    expected: ClassVar[str] = "a path"
+    expected: ClassVar[str] = "a path that ends in a name"
     metavar: ClassVar[str] = "PATH"
 
     def parse(self, text: str) -> Path:
-        if not text.strip():
+        path = Path(text).expanduser().absolute()
+        if not text.strip() or path.name in ("", ".."):  # the root has no name
             raise ValueError(text)
-        return Path(text).expanduser().absolute()
+        return path
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ def test_amazon_catalog_and_histories_as_they_are(amazon_industrial: Path, tmp_p
         ("--engine", "warp", "--engine warp: expected one of reference"),
         ("--gate-rows", "0", "--gate-rows: expected a whole number from 1"),
         ("--device", "cuda:99", "--device cuda:99: this machine has"),
+        ("--device", f"cuda:{'9' * 20}", f"--device cuda:{'9' * 20} is not usable here: "),
         ("--surprise", "1", "--surprise"),
     ],
 )
@@ -146,6 +147,11 @@ def test_bad_flags_are_one_line_and_exit_code_2(
     output, errors = capsys.readouterr()
     assert output == "" and errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
     assert not (tmp_path / "bundle").exists()
+
+
+def test_the_root_is_no_place_for_a_bundle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert build(folder, Path("/")) == EXIT_ERROR
+    assert capsys.readouterr().err == "error: --out: expected a path that ends in a name, got '/'\n"
 
 
 def test_bad_files_are_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,12 +169,16 @@ def test_bad_files_are_named(folder: Path, tmp_path: Path, capsys: pytest.Captur
 
     checkpoint = write_checkpoint(tmp_path / "checkpoint")
     tensors = load_file(checkpoint / "model.safetensors")
-    tensors["layers.0.mlp.down.weight"][3, 5] = math.nan
+    tensors["layers.1.moe.selection_bias"][5] = math.nan  # which no GEMM reads, and so no probe sees
     save_file(tensors, checkpoint / "model.safetensors")
-    assert "site layers.0.mlp.down: the weight holds NaN" in error("--checkpoint", str(checkpoint))
+    assert "model.safetensors: tensor layers.1.moe.selection_bias holds NaN" in error("--checkpoint", str(checkpoint))
     del tensors["heads.1.weight"]
     save_file(tensors, checkpoint / "model.safetensors")
     assert "missing tensor heads.1.weight" in error("--checkpoint", str(checkpoint))
+
+    for content, message in (("[" * 100_000, "config.json: not readable as JSON"), ('{"model_type": 1}', "model_type")):
+        (checkpoint / "config.json").write_text(content)
+        assert message in error("--checkpoint", str(checkpoint))
 
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle" / "mine.txt").touch()

@@ -189,6 +189,21 @@ def test_an_unreadable_configuration_is_named(bundle: Path) -> None:
         Bundle.load(bundle)
 
 
+@pytest.mark.parametrize("depth", [400, 900, 100_000])
+def test_json_that_nests_too_deeply_is_named(bundle: Path, depth: int) -> None:
+    """At each of the depths something else gives up: the reader, or the writer that its checksum is found with."""
+    deep = "[" * depth + "]" * depth
+    manifest = (bundle / MANIFEST_FILE).read_text()
+    (bundle / MANIFEST_FILE).write_text(f'{{"deep": {deep},' + manifest[1:])
+    with pytest.raises(BundleError, match=r"bundle\.json: (not JSON: nested too deeply|changed since)"):
+        Bundle.load(bundle)
+    (bundle / MANIFEST_FILE).write_text(manifest)
+    (bundle / "config.json").write_text(f'{{"model_type": "onerec_v2", "heads": {deep}}}')
+    sign_again(bundle)
+    with pytest.raises(BundleError, match=r"config\.json: not JSON: nested too deeply|config \w+ is missing"):
+        Bundle.load(bundle)
+
+
 SITE = "layers.0.mlp.down"
 
 

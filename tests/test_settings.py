@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loka_serve.config import ServerConfig
-from loka_serve.settings import ConfigError
+from loka_serve.settings import ConfigError, OutputPath
 
 
 def read(*arguments: str, **environment: str) -> ServerConfig:
@@ -78,3 +78,13 @@ def test_a_bad_variable_is_named(tmp_path: Path) -> None:
 def test_a_required_setting_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"^--bundle \(or LOKA_BUNDLE\) is missing: expected an existing directory$"):
         read()
+
+
+def test_an_output_path_ends_in_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written there first gets a name of its own, made from this one."""
+    monkeypatch.chdir(tmp_path)
+    assert OutputPath().parse("bundle/") == tmp_path / "bundle"
+    assert OutputPath().parse(".") == tmp_path
+    for text in ("/", "//", "/.", "bundle/..", "..", "", " "):
+        with pytest.raises(ValueError):
+            OutputPath().parse(text)

@@ -16,6 +16,11 @@ from loka_serve.errors import CatalogError
 
 MISMATCH_AFTER = 1000  # histories without one known item: the ids are those of another catalog
 CSV_COLUMNS = ("user_id", "history_item_id", "item_id")
+LARGEST_CSV_FIELD = 1 << 30
+
+# Python's limit of 128 KiB is less than the titles of one long history. It is checked while rows are read, for the
+# whole process, so it is raised once, and never lowered.
+csv.field_size_limit(max(csv.field_size_limit(), LARGEST_CSV_FIELD))
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,10 @@ def _id(path: Path, line: int, name: str, value: object) -> str:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
+        try:
+            return str(value)
+        except ValueError:  # Python writes no integers beyond some thousands of digits
+            _fail(path, line, f"{name}: expected an id, got an integer of {value.bit_length()} bits")
     _fail(path, line, f"{name}: expected an id: a string that is not empty or an integer, got {value!r}")
 
 

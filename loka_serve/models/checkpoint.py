@@ -18,7 +18,8 @@ from loka_serve.models.onerec_v2 import OneRecV2
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_NUMBER = torch.finfo(torch.bfloat16).max
+"""Of a stored number: bundles keep weights in bfloat16 or less, where a larger float32 would become infinite."""
 
 
 def load_config(directory: str | Path) -> OneRecV2Config:
@@ -40,7 +41,7 @@ def load_checkpoint(
         dtype: convert floating-point weights to it; None keeps the stored ones.
 
     Raises:
-        CheckpointError: names the file and the missing, extra or misshapen tensor.
+        CheckpointError: names the file and the tensor that is missing, extra, misshapen or not finite.
     """
     config = load_config(directory)
     with torch.device("meta"):
@@ -79,11 +80,17 @@ def save_checkpoint(model: OneRecV2, directory: str | Path, max_shard_bytes: int
 
 
 def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Stream (name, tensor) of a checkpoint, one tensor in memory at a time."""
+    """Stream (name, tensor) of a checkpoint, one tensor in memory at a time.
+
+    Raises:
+        CheckpointError: names the file and the tensor that holds NaN, infinity, or a number that bfloat16 has not.
+    """
     for path in _weight_files(Path(directory)):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name)
+                tensor = file.get_tensor(name)
+                _check_finite(path, name, tensor)
+                yield name, tensor
 
 
 def check_tensors(directory: Path, expected: dict[str, tuple[int, ...]]) -> None:
@@ -146,6 +153,15 @@ def _weight_files(directory: Path) -> list[Path]:
     return paths
 
 
+def _check_finite(path: Path, name: str, tensor: Tensor) -> None:
+    # NaN passes through aminmax; unlike isfinite().all() it makes no mask of the tensor's size.
+    if tensor.numel() and not all(abs(bound.item()) <= LARGEST_NUMBER for bound in torch.aminmax(tensor)):
+        raise CheckpointError(
+            f"{path}: tensor {name} holds NaN, infinity or a number beyond bfloat16: "
+            f"expected finite numbers up to {LARGEST_NUMBER:.3g}"
+        )
+
+
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -160,6 +176,8 @@ def _read_json(path: Path) -> dict[str, object]:
         raise CheckpointError(f"{path}: file not found") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{path}: not readable as JSON: nested too deeply") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}")
     return values

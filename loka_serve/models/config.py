@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,35 @@ from loka_serve.errors import CheckpointError
 
 MODEL_TYPE = "onerec_v2"
 POSITION_ENCODINGS = ("recency", "rotary")
+SHOWN_CHARACTERS = 100
+
+# Far beyond any model that could be served, and small enough that no shape overflows and no loop seems to hang.
+LARGEST_WIDTH = 1 << 20
+LARGEST_CODEBOOK = 1 << 24
+INTEGERS: dict[str, tuple[int, int]] = {
+    "d_model": (1, LARGEST_WIDTH),
+    "layers": (1, 1024),
+    "heads": (1, 4096),
+    "head_dim": (1, 4096),
+    "kv_groups": (1, 4096),
+    "kv_layers": (1, 1024),
+    "kv_split": (1, 2),
+    "d_ff": (0, LARGEST_WIDTH),
+    "first_dense_layers": (0, 1024),
+    "experts": (0, 65_536),
+    "experts_per_token": (0, 65_536),
+    "expert_width": (0, LARGEST_WIDTH),
+    "shared_experts": (0, 1024),
+    "max_context": (1, 1 << 20),
+    "beam_width": (1, 65_536),
+    "short_term_length": (0, 1 << 20),
+}
+"""Least and largest value of every field that is an integer."""
+NUMBERS: dict[str, tuple[float, float]] = {
+    "rotary_theta": (1.0, 1e12),
+    "norm_eps": (1e-12, 1.0),  # below it, float32 would lose it beside a row of zeros
+}
+"""Least and largest value of every field that is a real number."""
 
 
 @dataclass(frozen=True)
@@ -71,31 +100,51 @@ class OneRecV2Config:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        def require(condition: bool, field: str, expected: str) -> None:
-            if not condition:
-                raise CheckpointError(f"config {field} = {getattr(self, field)!r}: expected {expected}")
-
-        for field in ("d_model", "layers", "heads", "head_dim", "kv_groups", "kv_layers", "max_context", "beam_width"):
+        for field, (low, high) in INTEGERS.items():
             value = getattr(self, field)
-            require(isinstance(value, int) and not isinstance(value, bool) and value > 0, field, "a positive integer")
-        require(self.heads % self.kv_groups == 0, "kv_groups", f"a divisor of heads = {self.heads}")
-        require(self.kv_layers <= self.layers, "kv_layers", f"at most layers = {self.layers}")
-        require(self.kv_split in (1, 2), "kv_split", "1 (keys are the values) or 2")
-        require(2 <= len(self.codebook_sizes) <= 5, "codebook_sizes", "2 to 5 levels")
-        require(all(size > 0 for size in self.codebook_sizes), "codebook_sizes", "positive sizes")
-        require(self.position_encoding in POSITION_ENCODINGS, "position_encoding", f"one of {POSITION_ENCODINGS}")
-        require(self.rotary_theta > 0, "rotary_theta", "a positive number")
-        require(
+            # Exactly int: neither a boolean nor a float that happens to be whole is a size.
+            self._require(type(value) is int and low <= value <= high, field, f"an integer from {low} to {high}")
+        for field, (least, most) in NUMBERS.items():
+            value = getattr(self, field)
+            # NaN fails the comparison.
+            in_range = type(value) in (int, float) and least <= value <= most
+            self._require(in_range, field, f"a number from {least:g} to {most:g}")
+        self._require(
+            type(self.position_encoding) is str and self.position_encoding in POSITION_ENCODINGS,
+            "position_encoding",
+            f"one of {', '.join(POSITION_ENCODINGS)}",
+        )
+        sizes = self.codebook_sizes
+        self._require(
+            isinstance(sizes, tuple)
+            and 2 <= len(sizes) <= 5
+            and all(type(size) is int and 1 <= size <= LARGEST_CODEBOOK for size in sizes),
+            "codebook_sizes",
+            f"2 to 5 integers from 1 to {LARGEST_CODEBOOK}",
+        )
+        self._check_relations()
+        _check_features(self.features)
+
+    def _check_relations(self) -> None:
+        """What fields demand of each other."""
+        self._require(self.heads % self.kv_groups == 0, "kv_groups", f"a divisor of heads = {self.heads}")
+        self._require(self.kv_layers <= self.layers, "kv_layers", f"at most layers = {self.layers}")
+        self._require(
             self.head_dim % 2 == 0 or self.position_encoding != "rotary", "head_dim", "an even number (rotary pairs)"
         )
-        require(0 <= self.short_term_length <= self.max_context, "short_term_length", "0 to max_context")
-        require(0 <= self.first_dense_layers <= self.layers, "first_dense_layers", "0 to layers")
+        self._require(self.short_term_length <= self.max_context, "short_term_length", "0 to max_context")
+        self._require(self.first_dense_layers <= self.layers, "first_dense_layers", "0 to layers")
         if self.experts:
-            require(1 <= self.experts_per_token <= self.experts, "experts_per_token", f"1 to experts = {self.experts}")
-            require(self.expert_width > 0, "expert_width", "a positive integer when experts > 0")
-            require(self.shared_experts >= 0, "shared_experts", "0 or more")
+            self._require(
+                1 <= self.experts_per_token <= self.experts, "experts_per_token", f"1 to experts = {self.experts}"
+            )
+            self._require(self.expert_width > 0, "expert_width", "a positive integer when experts > 0")
         if not self.experts or self.first_dense_layers:
-            require(self.d_ff > 0, "d_ff", "a positive integer when a layer is dense")
+            self._require(self.d_ff > 0, "d_ff", "a positive integer when a layer is dense")
+
+    def _require(self, condition: bool, field: str, expected: str) -> None:
+        if not condition:
+            raise _unexpected(field, getattr(self, field), expected)
 
     @property
     def levels(self) -> int:
@@ -125,22 +174,74 @@ class OneRecV2Config:
         values = dict(values)
         model_type = values.pop("model_type", None)
         if model_type != MODEL_TYPE:
-            raise CheckpointError(f'config "model_type" is {model_type!r}: expected "{MODEL_TYPE}"')
-        known = {field.name for field in dataclasses.fields(cls)}
+            raise CheckpointError(f'config "model_type" is {_shown(model_type)}: expected "{MODEL_TYPE}"')
+        fields = dataclasses.fields(cls)
+        known = {field.name for field in fields}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise CheckpointError(f"config has unknown keys {unknown}: expected a subset of {sorted(known)}")
+            raise CheckpointError(f"config has unknown keys {_shown(unknown)}: expected a subset of {sorted(known)}")
+        for field in fields:
+            if field.name not in values and field.default is dataclasses.MISSING:
+                low, high = INTEGERS[field.name]
+                raise CheckpointError(f"config {field.name} is missing: expected an integer from {low} to {high}")
+        if isinstance(values.get("codebook_sizes"), list):
+            values["codebook_sizes"] = tuple(values["codebook_sizes"])
+        if "features" in values:
+            values["features"] = _parse_features(values["features"])
+        return cls(**values)
+
+
+def _parse_features(value: object) -> tuple[FeatureConfig, ...]:
+    """Features from their JSON form; what the texts must be is left to `_check_features`."""
+    expected = 'a list of objects {"name": text, "values": [text, ...]}'
+    if not isinstance(value, (list, tuple)):
+        raise _unexpected("features", value, expected)
+    features = []
+    for index, entry in enumerate(value):
+        if not isinstance(entry, Mapping) or set(entry) != {"name", "values"}:
+            raise _unexpected(f"features[{index}]", entry, 'an object {"name": text, "values": [text, ...]}')
+        if not isinstance(entry["values"], (list, tuple)):
+            raise _unexpected(f"features[{index}].values", entry["values"], "a list of texts")
+        features.append(FeatureConfig(entry["name"], tuple(entry["values"])))
+    return tuple(features)
+
+
+def _check_features(features: tuple[FeatureConfig, ...]) -> None:
+    if not isinstance(features, tuple) or not all(isinstance(feature, FeatureConfig) for feature in features):
+        raise _unexpected("features", features, "a tuple of FeatureConfig")
+    _check_texts([(f"features[{index}].name", feature.name) for index, feature in enumerate(features)])
+    for index, feature in enumerate(features):
+        if not isinstance(feature.values, tuple):
+            raise _unexpected(f"features[{index}].values", feature.values, "a tuple of texts")
+        _check_texts([(f"features[{index}].values[{place}]", value) for place, value in enumerate(feature.values)])
+
+
+def _check_texts(texts: Sequence[tuple[str, object]]) -> None:
+    """Raises CheckpointError unless the texts, each with its place, are distinct, not empty and valid Unicode."""
+    seen = set()
+    for place, text in texts:
+        if type(text) is not str or not text:
+            raise _unexpected(place, text, "a text that is not empty")
         try:
-            if "codebook_sizes" in values:
-                values["codebook_sizes"] = tuple(int(size) for size in values["codebook_sizes"])
-            if "features" in values:
-                values["features"] = tuple(
-                    FeatureConfig(str(feature["name"]), tuple(str(value) for value in feature["values"]))
-                    for feature in values["features"]
-                )
-            return cls(**values)
-        except (TypeError, KeyError, ValueError) as error:
-            raise CheckpointError(f"config cannot be read: {error}") from error
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # half of a surrogate pair, which a JSON escape may smuggle in
+            raise _unexpected(place, text, "valid Unicode text") from None
+        if text in seen:
+            raise _unexpected(place, text, "distinct texts, it is there twice")
+        seen.add(text)
+
+
+def _unexpected(field: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(f"config {field} = {_shown(value)}: expected {expected}")
+
+
+def _shown(value: object) -> str:
+    """A value as errors show it: on one line, cut at a length that a person reads."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; an integer of thousands of digits
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 PRESETS: dict[str, OneRecV2Config] = {

@@ -57,6 +57,30 @@ def test_sequences(tmp_path: Path) -> None:
 HEADER = "user_id,history_item_id,item_id"
 
 
+def test_csv_of_a_long_history(tmp_path: Path) -> None:
+    """A field beyond 128 KiB, the limit that Python's reader has by itself."""
+    items = list(range(30_000))
+    text = str(items)
+    assert len(text) > 131_072
+    history = next(read_histories(write(tmp_path, "h.csv", HEADER, f'u,"{text}",3')))
+    assert history.items == [str(item) for item in items]
+
+
+def test_json_lines_keep_large_integers_exact(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "h.jsonl",
+        f'{{"user_id": {2**64}, "history": [{2**64 - 1}, {-(2**63) - 1}, {10**40 + 1}], "features": {{"n": {2**65}}}}}',
+    )
+    assert list(read_histories(path)) == [
+        History(
+            "18446744073709551616",
+            ["18446744073709551615", "-9223372036854775809", f"1{'0' * 39}1"],
+            features={"n": "36893488147419103232"},
+        )
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "lines", "message"),
     [
@@ -81,6 +105,11 @@ HEADER = "user_id,history_item_id,item_id"
             r"line 3: history_item_id: expected a list .*, got '\[1, 2'",
         ),
         ("h.csv", [HEADER, 'u,"__import__(""os"")",3'], "line 2: history_item_id: expected a list as Python writes it"),
+        (
+            "h.csv",
+            [HEADER, f'u,"[0x{"f" * 5000}]",3'],
+            "line 2: history_item_id: expected an id, got an integer of 20000 bits",
+        ),
         ("h.csv", [HEADER, "u,7,3"], "line 2: history_item_id: expected a list of ids, got int"),
         ("h.csv", [HEADER, 'u,"[1]",'], "line 2: item_id: expected an id: .*, got ''"),
         ("h.csv", [HEADER, 'u,"[1]"'], "line 2: expected 3 columns, got fewer"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,67 @@ def test_a_tensor_that_does_not_fit_is_named(saved: Path, change: object, messag
     rewrite(saved, change)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(saved)
+
+
+def put(name: str, value: float, dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
+    """A change: one number of a tensor."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors[name].to(dtype)
+        tensor.view(-1)[-1] = value
+        tensors[name] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bos",
+        "token_embeddings.0.weight",
+        "norms.0.weight",
+        "layers.1.moe.selection_bias",
+        "layers.1.moe.down.weight",
+        "heads.2.weight",
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused(saved: Path, name: str, value: float, dtype: torch.dtype) -> None:
+    """Whatever the tensor is for: some are never seen by calibration."""
+    rewrite(saved, put(name, value, dtype))
+    with pytest.raises(CheckpointError, match=f"{WEIGHTS_FILE}: tensor {name} holds NaN, infinity"):
+        load_checkpoint(saved)
+
+
+def test_numbers_up_to_the_largest_of_bfloat16_are_accepted(saved: Path) -> None:
+    largest = torch.finfo(torch.bfloat16).max
+    rewrite(saved, put("bos", -largest, torch.float32))
+    assert load_checkpoint(saved).bos[-1].item() == -largest
+    rewrite(saved, put("bos", torch.finfo(torch.float32).max, torch.float32))  # would be infinite in a bundle
+    with pytest.raises(CheckpointError, match="tensor bos holds .* expected finite numbers up to 3.39e"):
+        load_checkpoint(saved)
+
+
+def test_the_shard_of_a_number_that_is_not_finite_is_named(model: OneRecV2, tmp_path: Path) -> None:
+    save_checkpoint(model, tmp_path, max_shard_bytes=100_000)
+    shard = json.loads((tmp_path / INDEX_FILE).read_text())["weight_map"]["norms.2.weight"]
+    tensors = load_file(tmp_path / shard)
+    put("norms.2.weight", math.nan, torch.float32)(tensors)
+    save_file(tensors, tmp_path / shard)
+    with pytest.raises(CheckpointError, match=f"{shard}: tensor norms.2.weight holds NaN"):
+        load_checkpoint(tmp_path)
+
+
+def test_json_that_nests_too_deeply_is_named(saved: Path) -> None:
+    for file in ("config.json", INDEX_FILE):
+        (saved / INDEX_FILE).unlink(missing_ok=True)
+        content = (saved / file).read_bytes() if (saved / file).exists() else None
+        (saved / file).write_text("[" * 100_000 + "]" * 100_000)
+        with pytest.raises(CheckpointError, match=f"{file}: not readable as JSON: nested too deeply"):
+            load_checkpoint(saved)
+        if content is not None:
+            (saved / file).write_bytes(content)
 
 
 def test_broken_files_are_named(saved: Path, tmp_path: Path) -> None:

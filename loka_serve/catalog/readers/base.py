@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from loka_serve.catalog.table import ItemTable
 from loka_serve.errors import CatalogError
 
 HEAD_BYTES = 4096  # enough of a file to tell its format by
+# As many digits may be an integer beyond 64 bits: orjson would silently make it a float, and lose its last digits. With
+# all digits made zeros they are found faster than by a regular expression.
+_LONG_NUMBER = b"0" * 19
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON Lines file with their line numbers from 1; blank lines are skipped.
 
-    NaN and infinities, which strict JSON does not have, are let through: the check of their field names the field.
+    Integers stay exact, however large. NaN and infinities, which strict JSON does not have, are let through: the check
+    of their field names the field. So are integers of more digits than Python reads, as infinities.
     """
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -83,7 +89,10 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 row = orjson.loads(line)
+                is_exact = _LONG_NUMBER not in line.translate(_ZEROS)
             except orjson.JSONDecodeError:
+                is_exact = False
+            if not is_exact:
                 row = _parse_leniently(path, number, line)
             if not isinstance(row, dict):
                 raise CatalogError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
@@ -91,9 +100,9 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_leniently(path: Path, number: int, line: bytes) -> object:
-    """Parse a line that strict JSON refused, to let NaN pass or say what is wrong."""
+    """Parse a line that is beyond strict JSON with 64-bit integers: to let NaN pass, or say what is wrong."""
     try:
-        return _decode(json.JSONDecoder(), line.decode("utf-8"))
+        return _decode(json.JSONDecoder(parse_int=_integer), line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise CatalogError(f"{path}, line {number}: expected UTF-8 text, got: {error}") from None
     except ValueError as error:
@@ -109,6 +118,13 @@ def read_json_object(path: Path) -> dict[str, object]:
     if not isinstance(parsed, dict):
         raise CatalogError(f"{path}: expected a JSON object, got {type(parsed).__name__}")
     return parsed
+
+
+def _integer(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:  # beyond the digits that Python reads (4300 unless it is told otherwise)
+        return -math.inf if text.startswith("-") else math.inf
 
 
 def _decode(decoder: json.JSONDecoder, text: str) -> object:

@@ -56,6 +56,26 @@ def test_levels_and_codebook_sizes_given(tmp_path: Path) -> None:
         read_catalog(path, codebook_sizes=[8, 3, 8])
 
 
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1, 2**64, 2**64 + 1, -(2**63) - 1, 10**100 + 1])
+def test_integers_stay_exact_however_large(tmp_path: Path, number: int) -> None:
+    """Beyond 64 bits, where a fast parser makes them floats that lose their last digits."""
+    path = write(tmp_path, {**BUN, "item_id": number, "popularity": number % 2**100, "ean": number, "eans": [number]})
+    catalog = read_catalog(path)
+    assert catalog.item_ids == [str(number)]
+    assert catalog.popularity.tolist() == [pytest.approx(float(number % 2**100))]
+    assert catalog.attributes["ean"].values == (str(number),)
+    assert catalog.attributes["ean"].value_of(0) == number and catalog.attributes["eans"].value_of(0) == [number]
+
+
+def test_long_digits_in_texts_and_fractions_stay_what_they_are(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '{"item_id": "00000000000000000000012", "semantic_id": [0, 0], "x": 0.12345678901234567890123}'
+    )
+    catalog = read_catalog(path)
+    assert catalog.item_ids == ["00000000000000000000012"]
+    assert catalog.attributes["x"].value_of(0) == 0.12345678901234568
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -73,6 +93,14 @@ def test_levels_and_codebook_sizes_given(tmp_path: Path) -> None:
         ({**BUN, "semantic_id": [0, 3, -1]}, "semantic_id: level 2 has code -1, expected 0"),
         ({**BUN, "semantic_id": [0, 3, 2**31]}, "semantic_id: level 2 has code 2147483648, expected 0"),
         ({**BUN, "semantic_id": [0, "3", 1]}, "semantic_id: expected an integer as code of level 1, got '3'"),
+        (
+            '{"item_id": "b", "semantic_id": [0, 36893488147419103233, 0]}',
+            "semantic_id: level 1 has code 36893488147419103233, expected 0",
+        ),
+        # More digits than Python reads: like a number beyond all floats.
+        (f'{{"item_id": {"9" * 5000}, "semantic_id": [0, 0, 0]}}', "item_id: expected a string .*, got inf"),
+        (f'{{"item_id": "b", "semantic_id": [0, 0, 0], "n": -{"9" * 5000}}}', "n: expected a string, .*, got -inf"),
+        ({**BUN, "popularity": 10**300}, "popularity: expected a finite number, got 1000"),
         ({**BUN, "semantic_id": {"a": 1}}, "semantic_id: expected a list of integers"),
         ({**BUN, "popularity": float("nan")}, "popularity: expected a finite number, got nan"),
         ({**BUN, "popularity": float("-inf")}, "popularity: expected a finite number, got -inf"),
