@@ -6,10 +6,13 @@ locust -f loadtest/locustfile.py --headless --host http://127.0.0.1:8000 --users
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import logging
 import random
 import sys
+import urllib.error
+import urllib.request
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from loka_serve.errors import LokaError
 logger = logging.getLogger(__name__)
 
 MOST_HISTORIES = 20_000  # held in memory
+REACH_SECONDS = 10.0
+MOST_UNREACHED = 10  # requests in a row that no server took, before the test ends
 
 
 def _beams(text: str) -> list[int]:
@@ -60,6 +65,7 @@ class Shared:
 
     histories: list[History] = []
     random = random.Random(0)
+    unreached = 0
 
 
 @events.test_start.add_listener
@@ -73,12 +79,30 @@ def read_inputs(environment: Environment, **_: Any) -> None:
         Shared.histories = list(itertools.islice(read_histories(options.histories), MOST_HISTORIES))
     except LokaError as error:
         _refuse(environment, str(error))
+        return
     Shared.random = random.Random(options.seed)
+    Shared.unreached = 0
+    _require_server(environment)
 
 
-def _refuse(environment: Environment, message: str) -> None:
+def _require_server(environment: Environment) -> None:
+    """End the test with one line, instead of a traceback from each user, if nobody answers at the host."""
+    try:
+        # Without a proxy, as locust's own requests.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener.open(f"{environment.host}/v1/models", timeout=REACH_SECONDS).close()
+    except urllib.error.HTTPError:
+        pass  # somebody answers: what is wrong will show
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        _refuse(environment, f"cannot reach {environment.host}: {getattr(error, 'reason', error)}", exit_code=1)
+
+
+def _refuse(environment: Environment, message: str, exit_code: int = 2) -> None:
+    """End the test with one line; only the first one counts."""
+    if environment.process_exit_code is not None:
+        return
     logger.error(message)
-    environment.process_exit_code = 2
+    environment.process_exit_code = exit_code
     if environment.runner is not None:
         environment.runner.quit()
 
@@ -86,8 +110,8 @@ def _refuse(environment: Environment, message: str) -> None:
 @events.quitting.add_listener
 def judge(environment: Environment, **_: Any) -> None:
     """Exit code 1 unless every request was answered rightly, and fast enough."""
-    if environment.process_exit_code == 2:
-        return
+    if environment.process_exit_code is not None:
+        return  # ended early, and said why
     total = environment.stats.total
     p95 = total.get_response_time_percentile(0.95) or 0.0
     bound = environment.parsed_options.p95_ms
@@ -133,6 +157,13 @@ class Shopper(FastHttpUser):
         }
         name = f"/v1/recommend, {beam_width} beams"
         with self.client.post("/v1/recommend", json=body, name=name, catch_response=True) as response:
+            if response.status_code == 0:
+                response.failure(f"no answer: {response.error}")
+                Shared.unreached += 1
+                if Shared.unreached == MOST_UNREACHED:
+                    _refuse(self.environment, f"cannot reach {self.environment.host}: {response.error}", exit_code=1)
+                return
+            Shared.unreached = 0
             if response.status_code != 200:
                 response.failure(f"{response.status_code}: {response.text}")
                 return

@@ -97,6 +97,47 @@ class Trie:
                 begin, end = int(self.child_offsets[level][node]), int(self.child_offsets[level][node + 1])
         return node
 
+    def leaves_of(self, semantic_ids: NDArray[np.integer[Any]]) -> NDArray[np.int32]:
+        """``leaf_of`` for many semantic IDs, integers [n, levels], without a Python loop over them: int32 [n]."""
+        leaves = np.full(len(semantic_ids), -1, dtype=np.int32)
+        if semantic_ids.ndim != 2 or semantic_ids.shape[1] != self.levels:
+            return leaves
+        inside = ((semantic_ids >= 0) & (semantic_ids < np.array(self.codebook_sizes))).all(axis=1)
+        rows = np.flatnonzero(inside)  # of the semantic IDs whose prefix is found so far
+        nodes = begins = ends = np.empty(0, dtype=np.int64)
+        for level, tokens in enumerate(self.tokens):
+            codes = semantic_ids[rows, level].astype(np.int32)  # they are inside the codebook, so nothing is cut off
+            if level == 0:  # one range for all: numpy's own search is faster
+                positions, ends = np.searchsorted(tokens, codes), np.full(len(rows), len(tokens), dtype=np.int64)
+            else:
+                positions = _first_not_below(tokens, begins, ends, codes)
+            found = positions < ends
+            found[found] = tokens[positions[found]] == codes[found]
+            rows, nodes = rows[found], positions[found]
+            if level < self.levels - 1:
+                begins, ends = self.child_offsets[level][nodes], self.child_offsets[level][nodes + 1]
+        leaves[rows] = nodes
+        return leaves
+
+
+def _first_not_below(
+    tokens: NDArray[np.int32],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    codes: NDArray[np.int32],
+) -> NDArray[np.int64]:
+    """``searchsorted`` of each code in a range of its own: the first position of ``begins:ends`` with a token that is
+    not below the code, or the range's end."""
+    begins, ends = begins.copy(), ends.copy()
+    longest = int((ends - begins).max(initial=0))
+    for _ in range(longest.bit_length()):
+        middles = (begins + ends) >> 1
+        # Once a range is empty its middle is its end, where there may be no token: nothing changes any more.
+        below = (begins < ends) & (tokens[np.minimum(middles, len(tokens) - 1)] < codes)
+        begins = np.where(below, middles + 1, begins)
+        ends = np.where(below, ends, middles)
+    return begins
+
 
 def infer_codebook_sizes(semantic_ids: NDArray[np.integer[Any]]) -> tuple[int, ...]:
     """The smallest codebooks that hold ``semantic_ids`` [items, levels]: the largest code of each level + 1.

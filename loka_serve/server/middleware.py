@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loka_serve.server.encoding import encode
-from loka_serve.server.problems import CONTENT_TYPE, INTERNAL, ProblemError
+from loka_serve.server.problems import CONTENT_TYPE, INTERNAL, UNEXPECTED, ProblemError
 from loka_serve.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Envelope:
         except Exception:
             logger.exception("request %s failed unexpectedly", context.request_id)
             if not status:
-                error = ProblemError(INTERNAL, "the server could not handle this request")
+                error = ProblemError(INTERNAL, UNEXPECTED)
                 await problem_response(error, context.request_id)(scope, receive, send_with_headers)
         finally:
             self.state.requests_in_flight -= 1

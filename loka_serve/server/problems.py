@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import msgspec
 
 CONTENT_TYPE = "application/problem+json"
+# Characters of a text that may quote the client; of a longer one the middle, where the quoted value is, is left out.
+LONGEST_FIELD, LONGEST_TEXT = 200, 600
 
 
 class FieldError(msgspec.Struct, frozen=True):
@@ -53,6 +55,7 @@ FAILED = ProblemKind("failed", 500, "The request could not be computed")
 INTERNAL = ProblemKind("internal", 500, "Internal error")
 UNAVAILABLE = ProblemKind("unavailable", 503, "The service is not ready")
 DEADLINE = ProblemKind("deadline", 504, "The deadline has passed")
+UNEXPECTED = "the server could not handle this request"
 
 
 class ProblemError(Exception):
@@ -72,10 +75,12 @@ class ProblemError(Exception):
         errors: Sequence[FieldError] = (),
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(detail)
+        super().__init__(shorten(detail, LONGEST_TEXT))
         self.kind = kind
-        self.detail = detail
-        self.errors = list(errors)
+        self.detail = shorten(detail, LONGEST_TEXT)
+        self.errors = [
+            FieldError(shorten(error.field, LONGEST_FIELD), shorten(error.message, LONGEST_TEXT)) for error in errors
+        ]
         self.retry_after = retry_after
 
     def problem(self, request_id: str) -> Problem:
@@ -98,6 +103,15 @@ class ProblemError(Exception):
         if self.kind in (TOO_LARGE, BODY_TIMEOUT):
             headers["Connection"] = "close"  # the rest of the body will not be read
         return headers
+
+
+def shorten(text: str, longest: int) -> str:
+    """At most `longest` characters of a text: its begin and its end, and between them how many are left out."""
+    if len(text) <= longest:
+        return text
+    kept = longest - 40  # room for the note
+    begin, end = kept * 2 // 3, kept // 3
+    return f"{text[:begin]} [{len(text) - begin - end} characters left out] {text[-end:]}"
 
 
 def invalid(field: str, message: str) -> ProblemError:

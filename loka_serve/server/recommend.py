@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loka_serve.catalog.catalog import Catalog
 from loka_serve.server.answers import recommend_answer
 from loka_serve.server.batcher import Ticket
 from loka_serve.server.bodies import decode_batch, decode_recommend, read_body
@@ -22,20 +24,28 @@ from loka_serve.server.problems import (
     CANCELLED,
     DEADLINE,
     FAILED,
+    INTERNAL,
     INVALID,
     QUEUE_FULL,
     TOO_LARGE,
     UNAVAILABLE,
+    UNEXPECTED,
     ProblemError,
     invalid,
 )
-from loka_serve.server.resolution import ResolvedRequest, resolve
+from loka_serve.server.resolution import ResolvedRequest, ServedModel, resolve
 from loka_serve.server.state import ServerState
+
+logger = logging.getLogger(__name__)
 
 RECOMMEND_PATH = "/v1/recommend"
 BATCH_PATH = "/v1/recommend/batch"
 OK = "ok"
-OUTCOMES = (OK, *(kind.outcome for kind in (CANCELLED, DEADLINE, FAILED, INVALID, QUEUE_FULL, TOO_LARGE, UNAVAILABLE)))
+OUTCOMES = (
+    OK,
+    *(kind.outcome for kind in (CANCELLED, DEADLINE, FAILED, INTERNAL, INVALID, QUEUE_FULL, TOO_LARGE, UNAVAILABLE)),
+)
+LARGE_BODY_BYTES = 128 << 10  # beyond that a thread decodes, which lets the event loop in between
 DECODED_AT_ONCE = 8  # elements of a batch between two looks at other clients
 
 
@@ -61,16 +71,19 @@ class RecommendRoutes:
         outcome = CANCELLED.outcome
         try:
             body = await self._read(request)
-            pending = self._submit(body, context)
+            pending = await self._submit(body, context)
             await self._wait(request, [pending.ticket])
-            answer = self._answer(pending, context.request_id, context)
+            response = json_response(self._answer(pending, context.request_id, context))
             outcome = OK
         except ProblemError as error:
             outcome = error.kind.outcome
             raise
+        except Exception:
+            outcome = INTERNAL.outcome
+            raise
         finally:
             self._count(RECOMMEND_PATH, outcome, context)
-        return json_response(answer)
+        return response
 
     async def recommend_batch(self, request: Request) -> Response:
         """Many requests; each is answered or fails alone."""
@@ -83,15 +96,18 @@ class RecommendRoutes:
         except ProblemError as error:
             self._count(BATCH_PATH, error.kind.outcome, context)
             raise
+        except Exception:
+            self._count(BATCH_PATH, INTERNAL.outcome, context)
+            raise
         submitted: list[Pending | ProblemError] = []
-        for index, element in enumerate(elements):
-            try:
-                submitted.append(self._submit(element, context))
-            except ProblemError as error:
-                submitted.append(error)
-            if index % DECODED_AT_ONCE == DECODED_AT_ONCE - 1:
-                await asyncio.sleep(0)
-        await self._wait(request, [pending.ticket for pending in submitted if isinstance(pending, Pending)])
+        try:
+            for index, element in enumerate(elements):
+                submitted.append(await self._submit_element(element, context, index))
+                if index % DECODED_AT_ONCE == DECODED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+            await self._wait(request, _tickets(submitted))
+        finally:
+            self._drop(_tickets(submitted))  # whatever ended this, nothing is computed for nobody
         responses = [
             self._element(pending, f"{context.request_id}-{index}", context) for index, pending in enumerate(submitted)
         ]
@@ -107,11 +123,28 @@ class RecommendRoutes:
         finally:
             batcher.release()
 
-    def _submit(self, body: bytes | msgspec.Raw, context: RequestContext) -> Pending:
-        resolved = resolve(decode_recommend(body), self.state.model, self.state.catalogs.live)
+    async def _submit(self, body: bytes | msgspec.Raw, context: RequestContext) -> Pending:
+        model, catalogs = self.state.model, self.state.catalogs
+        if memoryview(body).nbytes <= LARGE_BODY_BYTES:
+            resolved = resolve(decode_recommend(body), model, catalogs.live)
+        else:
+            resolved = await asyncio.to_thread(_decode_and_resolve, body, model, catalogs.live)
+            if resolved.catalog not in (catalogs.live, catalogs.previous):  # replaced meanwhile: the engine forgets it
+                resolved = resolve(decode_recommend(body), model, catalogs.live)
         timeout = self.state.config.default_timeout_ms / 1000 if resolved.timeout is None else resolved.timeout
         ticket = self.state.batcher.submit(resolved.wire, resolved.catalog.version, context.arrival, timeout)
         return Pending(resolved, ticket)
+
+    async def _submit_element(
+        self, element: msgspec.Raw, context: RequestContext, index: int
+    ) -> Pending | ProblemError:
+        """One request of a batch, or what is wrong with it: nothing in it may fail the others."""
+        try:
+            return await self._submit(element, context)
+        except ProblemError as error:
+            return error
+        except Exception:
+            return _unexpected(f"{context.request_id}-{index}")
 
     async def _wait(self, request: Request, tickets: Sequence[Ticket]) -> None:
         """Until each ticket is answered or has failed; all are dropped when the client leaves."""
@@ -152,12 +185,27 @@ class RecommendRoutes:
             if isinstance(pending, ProblemError):
                 raise pending
             answer = self._answer(pending, request_id, context)
-        except ProblemError as error:
-            self._count(BATCH_PATH, error.kind.outcome, context)
-            return error.problem(request_id)
+        except Exception as error:
+            problem = error if isinstance(error, ProblemError) else _unexpected(request_id)
+            self._count(BATCH_PATH, problem.kind.outcome, context)
+            return problem.problem(request_id)
         self._count(BATCH_PATH, OK, context)
         return answer
 
     def _count(self, route: str, outcome: str, context: RequestContext) -> None:
         self.state.metrics.requests.labels(route, outcome).inc()
         self.state.window.request(outcome, time.monotonic() - context.arrival)
+
+
+def _decode_and_resolve(body: bytes | msgspec.Raw, model: ServedModel, catalog: Catalog) -> ResolvedRequest:
+    return resolve(decode_recommend(body), model, catalog)
+
+
+def _tickets(submitted: Sequence[Pending | ProblemError]) -> list[Ticket]:
+    return [pending.ticket for pending in submitted if isinstance(pending, Pending)]
+
+
+def _unexpected(request_id: str) -> ProblemError:
+    """What an element of a batch answers when an exception that nobody foresaw is being handled."""
+    logger.exception("request %s failed unexpectedly", request_id)
+    return ProblemError(INTERNAL, UNEXPECTED)

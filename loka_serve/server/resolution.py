@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loka_serve.catalog.attributes import attribute_text
+from loka_serve.catalog.attributes import AttributeColumn, Scalar, attribute_text
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.models.config import OneRecV2Config
 from loka_serve.server.messages import WireRequest, pack_integers
@@ -71,22 +73,22 @@ def resolve(request: RecommendRequest, model: ServedModel, catalog: Catalog) -> 
         ProblemError: 422 naming the field.
     """
     num_items, beam_width = _widths(request, model)
-    items = _known_items(request.history or [], catalog)
-    codes = _history_codes(request, items, model, catalog)
-    exclude = _known_items(request.exclude, catalog)
+    items, codes = _history(request, model, catalog)
+    excluded = [_known_items(request.exclude, catalog)]
     if request.exclude_history:
-        exclude += items if request.history_sids is None else _items_at(request.history_sids, catalog)
+        excluded.append(items if request.history_sids is None else _items_at(codes, catalog))
+    history = codes[-model.max_context :]
     return ResolvedRequest(
         wire=WireRequest(
-            history=pack_integers(codes),
+            history=pack_integers(history),
             features=_features(request.features, model),
             beam_width=beam_width,
             num_items=num_items,
-            exclude=pack_integers(exclude),
+            exclude=pack_integers(np.unique(np.concatenate(excluded))),
             predicates=_predicates(request, catalog),
         ),
         catalog=catalog,
-        history_length=len(codes),
+        history_length=len(history),
         unknown_items=len(request.history or []) - len(items),
         fields=_fields(request.fields, catalog),
         timeout=None if request.timeout_ms is None else request.timeout_ms / 1000,
@@ -108,36 +110,52 @@ def _widths(request: RecommendRequest, model: ServedModel) -> tuple[int, int]:
     return num_items, request.beam_width
 
 
-def _known_items(item_ids: Sequence[str], catalog: Catalog) -> list[int]:
-    index_of = catalog.index_of
-    return [index for index in map(index_of, item_ids) if index is not None]
+def _known_items(item_ids: Sequence[str], catalog: Catalog) -> NDArray[np.int64]:
+    """The indices of these items, without those that the catalog does not have; each name is looked up once."""
+    found = {item_id: catalog.index_of(item_id) for item_id in set(item_ids)}
+    known = {item_id: -1 if index is None else index for item_id, index in found.items()}
+    indices = np.fromiter(map(known.__getitem__, item_ids), np.int64, len(item_ids))
+    return indices[indices >= 0]
 
 
-def _history_codes(
-    request: RecommendRequest, items: list[int], model: ServedModel, catalog: Catalog
-) -> NDArray[np.int32]:
-    """int32 [n, levels] of the newest items, oldest first."""
+def _history(
+    request: RecommendRequest, model: ServedModel, catalog: Catalog
+) -> tuple[NDArray[np.int64], NDArray[np.integer[Any]]]:
+    """Item indices of all of the history that is known, and codes [n, levels], oldest first.
+
+    Of a history of items, only the codes of those that the model may see; of one of semantic IDs, no indices.
+    """
     if request.history is not None:
         if request.history_sids is not None:
             raise invalid("history_sids", "expected either history or history_sids, got both")
-        return catalog.semantic_ids(items[-model.max_context :])
+        items = _known_items(request.history, catalog)
+        return items, catalog.semantic_ids(items[-model.max_context :])
     if request.history_sids is None:
         raise invalid("history", "expected history or history_sids (empty for a new user), got neither")
-    sizes = model.config.codebook_sizes
-    for position, semantic_id in enumerate(request.history_sids):
-        if len(semantic_id) != len(sizes):
-            raise invalid(f"history_sids[{position}]", f"expected {len(sizes)} codes, got {len(semantic_id)}")
-        for level, (code, size) in enumerate(zip(semantic_id, sizes, strict=True)):
-            if code >= size:
-                raise invalid(f"history_sids[{position}][{level}]", f"expected 0 to {size - 1}, got {code}")
-    newest = request.history_sids[-model.max_context :]
-    return np.array(newest, dtype=np.int32).reshape(-1, len(sizes))
+    return np.empty(0, np.int64), _codes(request.history_sids, model.config.codebook_sizes)
 
 
-def _items_at(semantic_ids: Sequence[Sequence[int]], catalog: Catalog) -> list[int]:
+def _codes(semantic_ids: Sequence[Sequence[int]], sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    """int64 [n, levels]: semantic IDs checked against the codebooks, without a Python loop, as there may be many."""
+    count, levels = len(semantic_ids), len(sizes)
+    lengths = np.fromiter(map(len, semantic_ids), np.int64, count)
+    for position in np.flatnonzero(lengths != levels)[:1]:
+        raise invalid(f"history_sids[{position}]", f"expected {levels} codes, got {lengths[position]}")
+    codes = np.fromiter(chain.from_iterable(semantic_ids), np.int64, count * levels).reshape(count, levels)
+    for position, level in np.argwhere(codes >= np.array(sizes))[:1]:
+        expected = f"expected 0 to {sizes[level] - 1}, got {codes[position, level]}"
+        raise invalid(f"history_sids[{position}][{level}]", expected)
+    return codes
+
+
+def _items_at(semantic_ids: NDArray[np.integer[Any]], catalog: Catalog) -> NDArray[np.int64]:
     """All items of these semantic IDs; those that are not in the catalog have none."""
-    leaves = {catalog.trie.leaf_of(semantic_id) for semantic_id in semantic_ids}
-    return [item for leaf in leaves if leaf >= 0 for item in catalog.items_of(leaf)]
+    leaves = np.unique(catalog.trie.leaves_of(semantic_ids))
+    leaves = leaves[leaves >= 0]
+    begins, ends = catalog.trie.item_offsets[leaves], catalog.trie.item_offsets[leaves + 1]
+    # The n-th item of all is item begins[l] + (n - items of the leaves before l) of its leaf l.
+    before = np.cumsum(ends - begins) - (ends - begins)
+    return np.arange(int((ends - begins).sum())) + np.repeat(begins - before, ends - begins)
 
 
 def _features(given: dict[str, str], model: ServedModel) -> list[int]:
@@ -153,7 +171,13 @@ def _predicates(request: RecommendRequest, catalog: Catalog) -> dict[str, list[s
     for name in request.filter:
         if name not in attributes:
             raise invalid(f"filter.{name[:100]}", f"unknown attribute; known attributes: {_join(attributes)}")
-    return {name: [attribute_text(value)[0] for value in values] for name, values in request.filter.items()}
+    return {name: _known_values(values, attributes[name]) for name, values in request.filter.items()}
+
+
+def _known_values(values: Sequence[Scalar], column: AttributeColumn) -> list[str]:
+    """The texts of the values that some item has, each once; the others match nothing."""
+    known = column.code_of
+    return [text for text in dict.fromkeys(attribute_text(value)[0] for value in values) if text in known]
 
 
 def _fields(names: Sequence[str], catalog: Catalog) -> tuple[str, ...]:

@@ -14,7 +14,8 @@ ItemId = Annotated[str, Meta(min_length=1, max_length=512)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Code = Annotated[int, Meta(ge=0, le=LARGEST_CODE)]
 SemanticId = Annotated[list[Code], Meta(min_length=2, max_length=5)]
-FilterValues = Annotated[list[str | int | float | bool], Meta(min_length=1)]
+MOST_FILTER_VALUES = 100_000  # of one attribute: each costs a look-up on the event loop
+FilterValues = Annotated[list[str | int | float | bool], Meta(min_length=1, max_length=MOST_FILTER_VALUES)]
 
 
 class RecommendRequest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -65,6 +65,24 @@ def test_leaf_of_what_is_not_there(groceries: Catalog) -> None:
     assert [trie.leaf_of(semantic_id) for semantic_id in absent] == [-1] * len(absent)
 
 
+def test_leaves_of_what_is_and_is_not_there(groceries: Catalog) -> None:
+    trie = groceries.trie
+    ids = [(0, 3, 1), (0, 3, 0), (2, 0, 1), (0, 0, 0), (1, 0, 0), (3, 3, 2), (0, 1, 3), (-1, 0, 0), (2**40, 0, 0)]
+    leaves = trie.leaves_of(np.array(ids))
+    assert leaves.dtype == np.int32
+    assert leaves.tolist() == [2, -1, 4, -1, -1, -1, -1, -1, -1]
+    assert trie.leaves_of(np.array([[0, 1], [2, 0]])).tolist() == [-1, -1]  # another number of levels
+    assert trie.leaves_of(np.empty((0, 3), np.int32)).tolist() == []
+
+
+@settings(deadline=None, max_examples=50)
+@given(items())
+def test_leaves_of_is_leaf_of_for_each(drawn: Items) -> None:
+    trie, _ = compile_trie(np.array(drawn.semantic_ids), None, drawn.codebook_sizes)
+    everything = list(itertools.product(*(range(size + 1) for size in drawn.codebook_sizes)))
+    assert trie.leaves_of(np.array(everything)).tolist() == [trie.leaf_of(codes) for codes in everything]
+
+
 @pytest.mark.parametrize(
     ("semantic_ids", "sizes", "message"),
     [

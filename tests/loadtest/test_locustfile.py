@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,34 @@ def test_without_histories_it_is_exit_code_2(server: RunningServer, tmp_path: Pa
     result = locust(server.url, "--histories", str(tmp_path / "none.jsonl"))
     assert result.returncode == 2
     assert "none.jsonl: no such file" in result.stderr
+
+
+@pytest.mark.parametrize("beams", [(), ("--beams", "16")])
+def test_a_server_that_is_not_there_ends_it_at_once_with_one_line(histories: Path, beams: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    host = f"http://127.0.0.1:{port}"
+    result = locust(host, "--histories", str(histories), "--run-time", "1h", *beams)  # the helper gives it 60 s
+    assert result.returncode == 1
+    assert result.stderr.count(f"cannot reach {host}: ") == 1
+    assert "Traceback" not in result.stderr + result.stdout
+    assert "TypeError" not in result.stderr + result.stdout
+
+
+def test_a_server_that_goes_away_ends_it(histories: Path, tmp_path: Path) -> None:
+    catalog = tmp_path / "catalog.safetensors"
+    make_catalog().save(catalog)
+    with running(scripted_command(catalog)) as server, ThreadPoolExecutor(1) as pool:
+        arguments = ("--histories", str(histories), "--run-time", "1h", "--beams", "16")
+        load = pool.submit(locust, server.url, *arguments)
+        deadline = time.monotonic() + 50
+        while not server.metric('loka_requests_total{outcome="ok",route="/v1/recommend"}'):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.process.kill()
+        result = load.result()
+    assert result.returncode == 1
+    assert result.stderr.count(f"cannot reach {server.url}: ") == 1
 
 
 def answer(*scores: float, complete: bool = True, item_ids: str = "abcdefgh") -> dict[str, Any]:

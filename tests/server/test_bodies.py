@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from loka_serve.server.bodies import decode_batch, decode_recommend
 from loka_serve.server.problems import ProblemError
+from loka_serve.server.schemas import MOST_FILTER_VALUES
 
 
 def test_a_full_request_is_decoded() -> None:
@@ -70,6 +73,55 @@ def test_deep_nesting_is_refused_without_recursion() -> None:
         with pytest.raises(ProblemError) as caught:
             decode(body)
         assert caught.value.kind.status == 422
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize("wrap", [b"%s", b'{"requests": [%s]}'], ids=["alone", "in a batch"])
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        # A value that does not fit, then more that is wrong: the decoder stops before it sees that.
+        (b'{"history":[],"filter":{"department":1},"filter":5}', "body"),
+        (b'{"history":[],"filter":{"department":1,"department":["a"]}}', "body"),
+        (b'{"history":[],"filter":{"department":1}', "body"),
+        (b'{"history":[],"features":{"age":1}, x', "body"),
+        (b'{"history":[],"features":{"age":1},"\xff":2}', "features.age"),
+        (b'{"history":[],"filter":{"department":1},"features":{"age":%s}}' % DEEP, "body"),
+        (b'{"history":[],"filter":{"department":1,"other":["\\ud800"]}}', "body"),
+        # A value that decodes as nothing at all.
+        (b'{"history":[],"filter":{"department":[1e400]}}', "filter.department[0]"),
+        (b'{"history":[],"filter":{"department":["a",%s]}}' % (b"1" * 4500), "filter.department[1]"),
+        (b'{"history":[],"features":{"age":[1e400]}}', "features.age"),
+        (b'{"history":[],"features":{"department":[NaN]}}', "body"),
+        (b'{"history":[],"features":{"department":["\\ud800"]}}', "body"),
+        (b'{"history":[],"filter":{"department":%s}}' % DEEP, "body"),
+        (b'{"history":[],"filter":{"department":[%s]}}' % DEEP, "body"),
+        (b'{"history":[],"filter":{"a":["x"],"department":{"b":1}},"features":{"age":1}}', "filter.department"),
+        (b'{"history":[],"filter":{"department":[%s1]}}' % (b"1," * MOST_FILTER_VALUES), "filter.department"),
+    ],
+    ids=lambda given: str(given[:50]),
+)  # fmt: skip
+def test_what_is_wrong_twice_is_refused_too(body: bytes, field: str, wrap: bytes) -> None:
+    with pytest.raises(ProblemError) as caught:
+        if wrap == b"%s":
+            decode_recommend(body)
+        else:
+            for element in decode_batch(wrap % body).requests:
+                decode_recommend(element)
+    assert caught.value.kind.status == 422
+    fields = [error.field for error in caught.value.errors]
+    # What is no JSON at all spoils the batch that it is in, which may read as another kind of mistake.
+    assert fields == [field] or (wrap != b"%s" and fields == ["body"])
+
+
+def test_a_huge_name_costs_no_time() -> None:
+    started = time.thread_time()
+    with pytest.raises(ProblemError) as caught:
+        decode_recommend(b'{"%s": 1}' % (b"`" * 4_000_000))
+    assert [(error.field, error.message) for error in caught.value.errors] == [("`" * 100, "unknown field")]
+    assert time.thread_time() - started < 1  # about 0.02 s; a regular expression over the name took many seconds
 
 
 def test_elements_of_a_batch_stay_undecoded() -> None:

@@ -168,3 +168,10 @@ def test_swaps_under_load_fail_nothing_and_never_mix_versions(server: RunningSer
         assert prefixes == {prefix_of[answer["catalog_version"]]}
     assert server.metric(SWAPS.format("ok")) == counted["ok"] + 5
     assert server.metric(SWAPS.format("invalid")) == counted["invalid"] + 1
+
+
+def test_a_problem_does_not_repeat_all_that_was_sent(server: RunningServer) -> None:
+    response = put(server, json.dumps({"item_id": "a", "semantic_id": "b" * 15_000}).encode())
+    assert response.status_code == 422
+    assert "line 1" in response.text
+    assert len(response.content) < 3000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -249,6 +250,28 @@ def test_sigterm_under_load_loses_nothing(catalog_file: Path) -> None:
         assert set(statuses) <= {200, 503}
         assert slow.result().status_code == 200
         assert not is_running(engine)
+
+
+def test_a_drain_ends_though_new_connections_keep_coming(catalog_file: Path) -> None:
+    with running(scripted_command(catalog_file, "--drain-timeout-s", "60")) as server:
+        stop = threading.Event()
+
+        def knock() -> None:
+            while not stop.is_set():
+                with contextlib.suppress(httpx.HTTPError):
+                    httpx.post(f"{server.url}/v1/recommend", json={"history": []}, timeout=5)
+
+        clients = [threading.Thread(target=knock) for _ in range(2)]
+        for client in clients:
+            client.start()
+        try:
+            time.sleep(0.5)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 0  # long before the drain timeout
+        finally:
+            stop.set()
+            for client in clients:
+                client.join(10)
 
 
 def test_while_draining_ready_and_new_requests_are_503_and_the_old_one_is_answered(catalog_file: Path) -> None:
