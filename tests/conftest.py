@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread (the machine's cores belong to pytest), and the folder of real data."""
+"""Shared by all tests: one torch thread, Triton's interpreter where there is no GPU, and the folder of real data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # Read when a kernel is decorated, that is, when the first test module imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SHARED_DATA = Path(os.environ.get("LOKA_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 

