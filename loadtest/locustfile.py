@@ -17,9 +17,11 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
+import gevent
 from locust import FastHttpUser, constant, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
+from locust.exception import StopUser
 
 sys.path.insert(0, str(Path(__file__).parent))
 from answers import beam_mix, fault_of
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MOST_HISTORIES = 20_000  # held in memory
 REACH_SECONDS = 10.0
+QUIT_AFTER_SECONDS = 0.5
 MOST_UNREACHED = 10  # requests in a row that no server took, before the test ends
 
 
@@ -104,7 +107,8 @@ def _refuse(environment: Environment, message: str, exit_code: int = 2) -> None:
     logger.error(message)
     environment.process_exit_code = exit_code
     if environment.runner is not None:
-        environment.runner.quit()
+        # From a greenlet of its own, later: quitting kills its caller, and a test that is only starting would go on.
+        gevent.spawn_later(QUIT_AFTER_SECONDS, environment.runner.quit)
 
 
 @events.quitting.add_listener
@@ -140,7 +144,10 @@ class Shopper(FastHttpUser):
         self.num_items = options.num_items
         self.beams = options.beams
         if self.beams is None:
-            model = self.client.get("/v1/models").json()["models"][0]
+            response = self.client.get("/v1/models")
+            if response.status_code != 200:
+                raise StopUser()  # nobody answers, or wrongly: counted as a failed request
+            model = response.json()["models"][0]
             self.beams = beam_mix(self.num_items, model["beam_width"], model["limits"]["max_beam_width"])
 
     @task
