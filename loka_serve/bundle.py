@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -149,8 +150,9 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def staging_directory(target: Path) -> Iterator[Path]:
     """A directory beside `target` to build a bundle in before `publish`; what is left of it at the end is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.building-", dir=target.parent))
-    try:
+    stage = target.parent / f".{target.name}.building-{secrets.token_hex(8)}"
+    try:  # the name is known before the directory is there, so that an interrupt at any time finds it
+        stage.mkdir(mode=0o700)
         yield stage
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -163,7 +165,7 @@ def publish(stage: Path, target: Path) -> None:
         BundleError: `target` exists and is neither an empty directory nor a bundle, which alone may be replaced.
     """
     check_replaceable(target)
-    stage.chmod(0o755)  # mkdtemp makes it readable by its owner alone
+    stage.chmod(0o755)  # while it is built, it is its owner's alone
     if not target.exists():
         os.rename(stage, target)
         return

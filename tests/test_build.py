@@ -186,13 +186,22 @@ def test_bad_files_are_named(folder: Path, tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "bundle" / "mine.txt").exists()
 
 
+# Everything is written, nothing is in its place yet: there it waits for the signal, however busy the machine is.
+BUILD_THAT_WAITS = """
+import sys, time
+from loka_serve import build
+build.publish = lambda *arguments: time.sleep(60)
+sys.exit(build.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_build_leaves_nothing(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     more = ("--calibration-rows", "2", "--gate-rows", "22", "--batch", "1")
     arguments = build_arguments(folder, *more)
     arguments[arguments.index("--out") + 1] = str(tmp_path / "bundle")
     process = subprocess.Popen(
-        [sys.executable, "-m", "loka_serve.build", *arguments],
+        [sys.executable, "-c", BUILD_THAT_WAITS, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
