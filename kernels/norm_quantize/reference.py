@@ -30,3 +30,12 @@ def residual_norm_quantize(
     total, normed = residual_norm(x, residual, gain, eps)
     codes, scale = (quantize_row_blocks_e4m3 if block_scales else quantize_rows_e4m3)(normed)
     return total, codes, scale
+
+
+def residual_norm_both(
+    x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, block_scales: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(x + residual, its RMSNorm in bfloat16, E4M3 codes of that norm, scales), see the two functions above."""
+    total, normed = residual_norm(x, residual, gain, eps)
+    codes, scale = (quantize_row_blocks_e4m3 if block_scales else quantize_rows_e4m3)(normed)
+    return total, normed, codes, scale

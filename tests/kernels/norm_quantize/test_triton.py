@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from loka_serve.kernels.norm_quantize import reference
+from loka_serve.kernels.quantize.reference import quantize_row_blocks_e4m3, quantize_rows_e4m3
+from loka_serve.kernels.quantize.tilings import RowTiling, row_tiling
 from tests.kernels.devices import DEVICE, assert_codes_close, compile_for_hopper, needs_triton
 
 pytestmark = needs_triton
@@ -37,6 +39,41 @@ def test_equals_reference(rows: int, width: int, with_residual: bool, block_scal
     torch.testing.assert_close(normed, reference.residual_norm(x, added, gain, 1e-6)[1], rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("block_scales", [False, True])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_both_forms_in_one_pass(rows: int, block_scales: bool) -> None:
+    from loka_serve.kernels.norm_quantize import triton as fused
+
+    x, residual, gain = inputs(rows, 192, seed=rows)
+    for added in (None, residual):
+        total, normed, codes, scale = fused.residual_norm_both(x, added, gain, 1e-6, block_scales)
+        apart = fused.residual_norm_quantize(x, added, gain, 1e-6, block_scales)
+        for found, expected in zip((total, codes, scale), apart, strict=True):
+            assert torch.equal(found.float(), expected.float())
+        assert torch.equal(normed, fused.residual_norm(x, added, gain, 1e-6)[1])
+        # The codes are those of the norm as it is stored, bit for bit.
+        expected_codes, expected_scale = (quantize_row_blocks_e4m3 if block_scales else quantize_rows_e4m3)(normed)
+        assert torch.equal(codes.float(), expected_codes.float()) and torch.equal(scale, expected_scale)
+        expected = reference.residual_norm_both(x, added, gain, 1e-6, block_scales)
+        assert torch.equal(total, expected[0])
+        torch.testing.assert_close(normed, expected[1], rtol=2**-7, atol=1e-6)
+        assert_codes_close(codes, expected[2])
+
+
+@pytest.mark.parametrize("tiling", [RowTiling(2, 2), RowTiling(4, 4), RowTiling(8, 1)])
+def test_tilings_change_no_row(tiling: RowTiling) -> None:
+    from loka_serve.kernels.norm_quantize import triton as fused
+
+    x, residual, gain = inputs(5, 192, seed=0)
+    for found, expected in zip(
+        fused.residual_norm_both(x, residual, gain, 1e-6, True, tiling),
+        fused.residual_norm_both(x, residual, gain, 1e-6, True, RowTiling(1, 4)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2**-3, atol=2**-9)
+    assert row_tiling(1, 1408).warps == row_tiling(16384, 1408).warps
+
+
 def test_zero_rows_and_a_poisoned_row() -> None:
     from loka_serve.kernels.norm_quantize import triton as fused
 
@@ -45,11 +82,13 @@ def test_zero_rows_and_a_poisoned_row() -> None:
     x[2, 7] = float("nan")
     _, codes, scale = fused.residual_norm_quantize(x, None, gain, 1e-6, True)
     assert (codes[1].float() == 0).all() and torch.isfinite(scale[1]).all()
-    assert codes[2].float().isnan().any(), "a poisoned row must not come out as numbers"
+    assert codes[2].float().isnan().all() and scale[2].isnan().all(), "a poisoned row must not come out as numbers"
     assert codes[[0, 3]].float().isfinite().all()
     assert fused.residual_norm_quantize(x[:0], None, gain, 1e-6, False)[1].shape == (0, 256)
     with pytest.raises(ValueError, match="x: expected contiguous bfloat16"):
         fused.residual_norm_quantize(x.float(), None, gain, 1e-6, False)
+    with pytest.raises(ValueError, match="gain"):
+        fused.residual_norm_quantize(x, None, gain[:9], 1e-6, False)
     with pytest.raises(ValueError, match="residual"):
         fused.residual_norm_quantize(x, x[:2], gain, 1e-6, False)
 
@@ -57,14 +96,15 @@ def test_zero_rows_and_a_poisoned_row() -> None:
 def test_compiles_for_hopper() -> None:
     from loka_serve.kernels.norm_quantize.triton import residual_norm_kernel
 
-    bf16 = dict.fromkeys(("x_ptr", "residual_ptr", "total_ptr", "out_ptr"), "*bf16")
+    bf16 = dict.fromkeys(("x_ptr", "residual_ptr", "total_ptr", "normed_ptr", "out_ptr"), "*bf16")
     strides = dict.fromkeys(("scale_row_stride", "scale_block_stride"), "i32")
     compile_for_hopper(
         residual_norm_kernel,
-        signature={**bf16, **strides, "gain_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32"},
+        signature={**bf16, **strides, "gain_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32", "rows": "i32"},
         configurations=[
-            {"WIDTH": width, "BLOCKS": 16, "HAS_RESIDUAL": True, "SCALES": scales, "out_ptr": out}
-            for width in (1408, 1792)
+            {"WIDTH": width, "BLOCKS": 16, "ROWS": rows, "HAS_RESIDUAL": True, "BOTH": rows > 1}
+            | {"SCALES": scales, "out_ptr": out}
+            for width, rows in ((1408, 4), (1792, 1))
             for scales, out in ((0, "*bf16"), (1, "*fp8e4nv"), (2, "*fp8e4nv"))
         ],
     )
