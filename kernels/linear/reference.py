@@ -64,3 +64,11 @@ def linear_block_scaled(codes: Tensor, scale: Tensor, weight: Tensor, weight_sca
         part = codes[:, start : start + BLOCK].float() @ weight[:, start : start + BLOCK].float().T
         output += part * scale[:, block, None] * channel_scale[:, block]
     return output
+
+
+def linear(x: Tensor, scale: Tensor | None, weight: Tensor, weight_scale: Tensor | None) -> Tensor:
+    """The product in whichever recipe the scales say: float32 ``[M, N]``; see the functions above."""
+    if scale is None or weight_scale is None:
+        return linear_bf16(x, weight)
+    product = linear_block_scaled if scale.ndim == 2 else linear_row_scaled
+    return product(x, scale, weight, weight_scale)

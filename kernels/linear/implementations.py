@@ -1,0 +1,174 @@
+"""Every way to compute a dense linear, by name: `linear` runs one, `implementations_for` says which can run.
+
+`reference` (any device), `torch` and, for fp8_row, `torch_fast`, `deep_gemm`, `triton_<rows>x<columns>` (the tiles of
+a program of `triton.py`), `grouped_<rows>` (the MoE's kernel with one expert, for many rows).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ..quantize.reference import BLOCK
+from . import reference
+from .libraries import deep_gemm, deep_gemm_linear, pad_rows_of_scales, torch_linear
+
+RECIPES = ("bf16", "fp8_row", "fp8_block")
+OUT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def linear(
+    x: Tensor,
+    scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    implementation: str,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """x times the transposed weight with float32 accumulation, rounded once: [M, N] of `out_dtype`.
+
+    Args:
+        x: contiguous [M, K]: bfloat16 without `scale`, or E4M3 with float32 `scale` [M] (fp8_row) or
+            [M, ceil(K / 128)] (fp8_block; any strides, read in place when laid out as by `allocate_scales`).
+        weight: contiguous [N, K] of the type of x.
+        weight_scale: float32 [N], or [ceil(N / 128), ceil(K / 128)]; in the layout of `weight_scale_for` it is read
+            in place, otherwise some implementations copy it first.
+        implementation: one of `implementations_for`.
+        out_dtype: torch.bfloat16, or torch.float32, which deep_gemm (for fp8_block) and grouped_* do not give.
+
+    Raises:
+        ValueError: for operands that do not fit together, an unknown implementation, or one that cannot do this.
+        RuntimeError: where a library refuses the shape.
+    """
+    recipe = _check(x, scale, weight, weight_scale, out_dtype)
+    if not len(x):
+        return x.new_empty(0, weight.shape[0], dtype=out_dtype)
+    if implementation == "reference":
+        return reference.linear(x, scale, weight, weight_scale).to(out_dtype)
+    if implementation in ("torch", "torch_fast"):
+        return torch_linear(x, scale, weight, weight_scale, out_dtype, implementation == "torch_fast")
+    if implementation == "deep_gemm":
+        return deep_gemm_linear(x, scale, weight, weight_scale, out_dtype)
+    if implementation.startswith("grouped_"):
+        from ..moe.experts import expert_linear
+        from .tilings import GROUPED_TILINGS
+
+        if implementation not in GROUPED_TILINGS or out_dtype != torch.bfloat16:
+            raise ValueError(f"implementation: {implementation} does not exist or does not give {out_dtype}")
+        of_expert = None if weight_scale is None else weight_scale.contiguous()[None]
+        return expert_linear(x, scale, weight[None], of_expert, None, GROUPED_TILINGS[implementation])
+    if implementation.startswith("triton_"):
+        from .tilings import tilings_of
+        from .triton import triton_linear
+
+        tiling = tilings_of(recipe).get(implementation)
+        if tiling is not None:
+            return triton_linear(x, scale, weight, weight_scale, tiling, out_dtype)
+    raise ValueError(f"implementation: no {implementation!r} for {recipe}")
+
+
+def implementations_for(
+    recipe: str,
+    rows: int,
+    n: int,
+    k: int,
+    device: torch.device | str,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[str, ...]:
+    """Names of what can run these shapes on this device and is worth trying at so many rows, libraries first.
+
+    Raises ValueError for an unknown recipe.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {recipe!r}")
+    device = torch.device(device)
+    if device.type != "cuda":
+        return ("reference",)
+    names = [name for name in ("torch", "torch_fast", "deep_gemm") if _library_takes(name, recipe, rows, n, k, device)]
+    if recipe == "fp8_block" and out_dtype != torch.bfloat16 and "deep_gemm" in names:
+        names.remove("deep_gemm")
+    if _triton_takes(recipe, device):
+        from .tilings import GROUPED_TILINGS, tilings_of
+
+        names += [name for name, tiling in tilings_of(recipe).items() if tiling.rows[0] <= rows <= tiling.rows[1]]
+        if out_dtype == torch.bfloat16:
+            names += [name for name, tiling in GROUPED_TILINGS.items() if rows > 2 * tiling.block_m]
+    return tuple(names) or ("reference",)
+
+
+def default_implementation(
+    recipe: str, rows: int, n: int, k: int, device: torch.device | str, out_dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """What to run unmeasured: torch, or a Triton tiling where torch cannot; the reference without a GPU."""
+    return implementations_for(recipe, rows, n, k, device, out_dtype)[0]
+
+
+def weight_scale_for(implementation: str, weight_scale: Tensor | None) -> Tensor | None:
+    """The scales of a weight laid out so that the implementation reads them in place; for load time.
+
+    All implementations take all layouts, but torch pads unpadded block scales, and DeepGEMM and grouped_* unpad
+    padded ones, at every call.
+    """
+    if weight_scale is None or weight_scale.ndim == 1:
+        return weight_scale
+    return pad_rows_of_scales(weight_scale) if implementation == "torch" else weight_scale.contiguous()
+
+
+def recipe_of(scale: Tensor | None) -> str:
+    """The recipe that an activation's scales belong to."""
+    return "bf16" if scale is None else RECIPES[scale.ndim]
+
+
+def _library_takes(name: str, recipe: str, rows: int, n: int, k: int, device: torch.device) -> bool:
+    capability = torch.cuda.get_device_capability(device)
+    if name == "deep_gemm":
+        # TMA and its tiles want these; fp8_row it does not have.
+        wide = n % 64 == 0 and k % (64 if recipe == "bf16" else 128) == 0
+        return recipe != "fp8_row" and capability == (9, 0) and wide and deep_gemm() is not None
+    if recipe == "bf16":
+        return name == "torch"
+    if n % 16 or k % 16 or capability < (8, 9):
+        return False
+    if recipe == "fp8_row":
+        return True
+    # cuBLAS 12.9 on Hopper alone; scales of x are read in place only where their padding to four rows adds nothing.
+    return name == "torch" and capability == (9, 0) and _cuda_version() >= (12, 9) and rows % 4 == 0
+
+
+@functools.cache
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+
+
+def _triton_takes(recipe: str, device: torch.device) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= ((8, 0) if recipe == "bf16" else (8, 9))
+
+
+def _check(x: Tensor, scale: Tensor | None, weight: Tensor, weight_scale: Tensor | None, out_dtype: torch.dtype) -> str:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x, weight: expected [M, K] and [N, K], got {list(x.shape)} and {list(weight.shape)}")
+    rows, inner = x.shape
+    channels = weight.shape[0]
+    dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected contiguous {dtype}, got {tensor.dtype} of strides {tensor.stride()}")
+    expected: tuple[list[int] | None, list[int] | None] = (None, None)
+    if scale is not None:
+        k_blocks = -(-inner // BLOCK)
+        expected = ([rows], [channels])
+        if scale.ndim == 2:
+            expected = ([rows, k_blocks], [-(-channels // BLOCK), k_blocks])
+    found = tuple(None if given is None else list(given.shape) for given in (scale, weight_scale))
+    if found != expected or not (weight_scale is None or weight_scale.shape[-1] == 1 or weight_scale.stride(-1) == 1):
+        raise ValueError(
+            f"scale, weight_scale: expected shapes {expected}, rows contiguous for the weight, got {found}"
+        )
+    if out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype: expected bfloat16 or float32, got {out_dtype}")
+    return recipe_of(scale)

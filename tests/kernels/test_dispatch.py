@@ -1,0 +1,128 @@
+"""The dispatch table without a GPU: choosing, saving, loading, and what a mismatch does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from loka_serve.kernels import dispatch as module
+from loka_serve.kernels.dispatch import Dispatch, Entry, Environment, Shape
+from loka_serve.kernels.linear.workload import Timing
+
+HERE = Environment("NVIDIA H200", "580.1", "13.0", "2.11.0", "3.6.0", None)
+TABLE = {
+    Shape("linear", "fp8_block", 1408, 1408, 8): Entry({"triton_16x16": 2.0, "torch": 5.0}, 3.5),
+    Shape("linear", "fp8_block", 1408, 1408, 512): Entry({"torch": 6.0, "deep_gemm": 6.5, "triton_64x64": 8.0}, 9.5),
+    Shape("linear_float32", "bf16", 8192, 1408, 512): Entry({"torch": 22.0}, None),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a GPU were here: its environment, and which of the libraries take a shape."""
+    monkeypatch.setattr(Environment, "current", classmethod(lambda cls, device: HERE))
+
+    def usable(recipe: str, rows: int, *rest: object) -> tuple[str, ...]:
+        return ("torch", "deep_gemm") if recipe != "fp8_block" or rows % 4 == 0 else ("deep_gemm",)
+
+    monkeypatch.setattr(module, "implementations_for", usable)
+    monkeypatch.setattr(module, "default_implementation", lambda *shape: usable(*shape)[0])
+
+
+def table(**changes: object) -> Dispatch:
+    return Dispatch(torch.device("cuda"), dataclasses.replace(HERE, **changes), TABLE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, "triton_16x16"), (8, "triton_16x16"), (12, "torch"), (512, "torch"), (4096, "torch"), (510, "deep_gemm")],
+)
+def test_the_smallest_bucket_that_holds_the_rows_decides(on_hopper: None, rows: int, expected: str) -> None:
+    assert table().choose("linear", "fp8_block", 1408, 1408, rows) == expected
+
+
+def test_what_was_not_measured_has_a_default(on_hopper: None) -> None:
+    assert table().choose("linear", "fp8_row", 1408, 1408, 8) == "torch"
+    assert table().choose("linear_float32", "fp8_block", 1408, 1408, 7) == "deep_gemm"
+    assert table().entry("linear", "fp8_row", 1408, 1408, 8) is None
+    assert table().choose("grouped_linear", "fp8_block", 2816, 1408, 8) == "triton"
+    with pytest.raises(ValueError, match="op: expected grouped_linear or one of"):
+        table().choose("attention", "bf16", 1, 1, 1)
+
+
+def test_save_and_load(on_hopper: None, tmp_path: Path) -> None:
+    path = tmp_path / "dispatch.json"
+    table().save(path)
+    loaded = Dispatch.load(path, "cuda")
+    assert loaded == table() and loaded.reason == ""
+    assert list(loaded.entries[min(TABLE)].us) == ["triton_16x16", "torch"]  # the order is the choice
+    assert loaded.covers(TABLE) and not loaded.covers([Shape("linear", "bf16", 1, 1, 1)])
+    assert [file.name for file in tmp_path.iterdir()] == ["dispatch.json"]
+
+
+def test_another_environment_is_a_warning_and_a_reason(
+    on_hopper: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "dispatch.json"
+    table(driver="570.2", deep_gemm="sgl-deep-gemm 0.1").save(path)
+    with caplog.at_level(logging.WARNING):
+        loaded = Dispatch.load(path, "cuda")
+    assert not loaded.entries and "driver 580.1 here but 570.2 there" in loaded.reason
+    assert "deep_gemm None here but sgl-deep-gemm 0.1 there" in loaded.reason
+    assert loaded.reason in caplog.text
+    assert loaded.choose("linear", "fp8_block", 1408, 1408, 8) == "torch"
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"environment": {}, "entries": []}', '{"entries": 3'])
+def test_no_table_is_a_reason_too(on_hopper: None, tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "dispatch.json"
+    if content is not None:
+        path.write_text(content)
+    loaded = Dispatch.load(path, "cuda")
+    assert not loaded.entries and "is no dispatch table" in loaded.reason
+
+
+def test_an_entry_of_another_form_is_a_reason(on_hopper: None, tmp_path: Path) -> None:
+    path = tmp_path / "dispatch.json"
+    table().save(path)
+    saved = json.loads(path.read_text())
+    saved["entries"][0]["shape"]["batch"] = 3
+    path.write_text(json.dumps(saved))
+    assert "is no dispatch table" in Dispatch.load(path, "cuda").reason
+
+
+def test_measuring_keeps_what_is_right_and_the_bf16_twin(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = []
+
+    def timings(names: tuple[str, ...], recipe: str, rows: int, *rest: object, **options: object) -> list[Timing]:
+        measured.append((recipe, rows))
+        if rows == 3:
+            return []
+        slow = 2.0 if recipe == "bf16" else 1.0
+        return [Timing("torch", 9.0 * slow, 0.001), Timing("deep_gemm", 8.0 * slow, 0.001)]
+
+    monkeypatch.setattr(module, "time_implementations", timings)
+    shapes = [Shape("linear", recipe, 128, 128, rows) for recipe in ("fp8_row", "bf16") for rows in (4, 3)]
+    found = Dispatch.measure(shapes, "cuda")
+    assert found.entries == {
+        Shape("linear", "bf16", 128, 128, 4): Entry({"deep_gemm": 16.0, "torch": 18.0}, 16.0),
+        Shape("linear", "fp8_row", 128, 128, 4): Entry({"deep_gemm": 8.0, "torch": 9.0}, 16.0),
+    }
+    assert found.choose("linear", "fp8_row", 128, 128, 4) == "deep_gemm"
+    assert len(measured) == 4  # a twin that is asked for itself is timed once
+    assert "nothing computes" in caplog.text
+
+
+def test_without_a_gpu_the_reference_runs() -> None:
+    unmeasured = Dispatch.unmeasured("cpu")
+    assert unmeasured.reason == "not measured"
+    assert unmeasured.choose("linear", "fp8_row", 1408, 1408, 8) == "reference"
+    with pytest.raises(ValueError, match="measured on a CUDA device"):
+        Dispatch.measure([], "cpu")
