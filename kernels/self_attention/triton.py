@@ -115,20 +115,38 @@ def self_attention_quantize(
     level: int,
     block_scales: bool,
     scale: float | None = None,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(E4M3 codes [batch * beams, heads * head_dim], scales) of `self_attention` rounded to bfloat16.
 
-    Scales are [rows], or by 1 x 128 block as `allocate_scales` lays them out (head_dim 128 only). Codes and scales of
-    dead beams are zero.
+    Scales are [rows], or by 1 x 128 block as `allocate_scales` lays them out (head_dim 128 only). With `out` nothing is
+    cleared: codes and scales of dead beams stay as they are in `out` and `out_scale` (undefined without the latter).
+    Without `out` both are zero.
+
+    Args:
+        out: contiguous E4M3 [batch * beams, heads * head_dim], written in place.
+        out_scale: as `allocate_scales` shapes it, written in place; only beside `out`.
     """
     batch, beams, _, heads, head_dim = qkv.shape
     if block_scales and head_dim != 128:
         raise ValueError(f"block_scales: expected head_dim 128, got {head_dim}")
     scales = BLOCK_SCALES if block_scales else ROW_SCALES
-    codes = torch.zeros(batch * beams, heads * head_dim, dtype=torch.float8_e4m3fn, device=qkv.device)
-    out_scale = allocate_scales(batch * beams, heads * head_dim, scales, qkv.device).zero_()
-    _launch(qkv, key_cache, value_cache, ancestors, beam_counts, level, scale, codes, out_scale, scales)
-    return codes, out_scale
+    rows, width = batch * beams, heads * head_dim
+    if out is None:
+        if out_scale is not None:
+            raise ValueError("out_scale: expected beside out")
+        out = torch.zeros(rows, width, dtype=torch.float8_e4m3fn, device=qkv.device)
+        out_scale = allocate_scales(rows, width, scales, qkv.device).zero_()
+    elif out_scale is None:
+        out_scale = allocate_scales(rows, width, scales, qkv.device)
+    if out.shape != (rows, width) or out.dtype != torch.float8_e4m3fn or not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous E4M3 {[rows, width]}, got {out.dtype} {list(out.shape)}")
+    shape = [rows, heads] if block_scales else [rows]
+    if list(out_scale.shape) != shape or out_scale.dtype != torch.float32:
+        raise ValueError(f"out_scale: expected float32 {shape}, got {out_scale.dtype} {list(out_scale.shape)}")
+    _launch(qkv, key_cache, value_cache, ancestors, beam_counts, level, scale, out, out_scale, scales)
+    return out, out_scale
 
 
 def _launch(

@@ -96,6 +96,22 @@ def test_quantized_output(heads: int, head_dim: int, block_scales: bool) -> None
     torch.testing.assert_close(scale[live], expected_scale[live], rtol=1e-6, atol=0)
     assert_codes_close(codes[live], expected_codes[live])
     assert (codes[~live].float() == 0).all() and (scale[~live] == 0).all()
+    # Into given tensors, where dead rows stay as they are.
+    out = torch.full(codes.shape, 3.0).to(codes.dtype).to(DEVICE)
+    out_scale = torch.full_like(scale, 7.0)
+    arguments = (qkv, caches[0], caches[1], ancestors, counts, 1, block_scales)
+    found = fused.self_attention_quantize(*arguments, out=out, out_scale=out_scale)
+    assert found[0] is out and found[1] is out_scale
+    assert torch.equal(out.float()[live], codes.float()[live]) and torch.equal(out_scale[live], scale[live])
+    assert (out.float()[~live] == 3).all() and (out_scale[~live] == 7).all()
+    _, fresh_scale = fused.self_attention_quantize(*arguments, out=out)
+    assert torch.equal(fresh_scale[live], scale[live])
+    with pytest.raises(ValueError, match="out: expected contiguous E4M3"):
+        fused.self_attention_quantize(*arguments, out=out.float())
+    with pytest.raises(ValueError, match="out_scale: expected float32"):
+        fused.self_attention_quantize(*arguments, out=out, out_scale=out_scale[:3])
+    with pytest.raises(ValueError, match="out_scale: expected beside out"):
+        fused.self_attention_quantize(*arguments, out_scale=out_scale)
     if head_dim != 128:
         with pytest.raises(ValueError, match="block_scales"):
             fused.self_attention_quantize(qkv, caches[0], caches[1], ancestors, counts, 1, True)

@@ -1,0 +1,1 @@
+"""Rotary position encoding of queries and context keys."""
