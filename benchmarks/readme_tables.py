@@ -9,18 +9,17 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.markdown import markdown_table
+from benchmarks.readme_gpu_tables import GPU_TABLES, gpu_tables
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 GROCERIES = ROOT / "examples" / "groceries" / "results.json"
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200"
 
 
 def groceries_table() -> str:
@@ -69,11 +68,20 @@ def fp8_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {"groceries": groceries_table, "fp8": fp8_table}
 
 
-def render(readme: str) -> str:
-    """The README with every marked table written afresh. Raises KeyError for a marker without a table."""
+def render(readme: str, gpu_results: Path = GPU_RESULTS) -> str:
+    """The README with every marked table written afresh; one whose GPU result is not there stays as it is.
+
+    Raises:
+        KeyError: a marker without a table.
+    """
+    measured = gpu_tables(gpu_results)
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+        name = match[1]
+        if name in GPU_TABLES and name not in measured:
+            return match[0]
+        text = measured[name] if name in measured else TABLES[name]()
+        return f"<!-- table: {name} -->\n{text}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, readme, flags=re.DOTALL)
 

@@ -1,0 +1,180 @@
+"""Tables of what was measured on the GPU: summaries of the result files, which hold all rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import markdown_table
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+
+HEADLINE_BEAM, HEADLINE_CONTEXT = 512, 3000
+STEP_NAMES = {
+    "baseline": "BF16, eager",
+    "infrastructure": "+ infrastructure (graphs, two batches in flight, attention and MoE kernels)",
+    "fp8": "+ FP8",
+    "operators": "+ operators (radix top-k, fused quantization)",
+}
+
+
+def engine_table(result: Result) -> str:
+    """Batches at the headline shape, then the best throughput at every shape."""
+    rows: list[Row] = result["rows"]
+    cases = {(row["precision"], row["catalog"], row["batch"], row["beam"], row["context"]): row for row in rows}
+    batches = sorted({row["batch"] for row in rows})
+    lines = []
+    for batch in batches:
+        fp8, bf16, constrained = (
+            cases.get((precision, catalog, batch, HEADLINE_BEAM, HEADLINE_CONTEXT), {})
+            for precision, catalog in (("fp8", "none"), ("bf16", "none"), ("fp8", "10m"))
+        )
+        if not (fp8 or bf16 or constrained):
+            continue
+        median = fp8.get("latency_ms_p50")
+        lines.append(
+            [
+                str(batch),
+                _number(bf16.get("latency_ms_p50")),
+                f"{_number(median)} / {_number(fp8.get('latency_ms_p99'))}",
+                _number(fp8.get("req_per_s"), 0),
+                _number(constrained.get("latency_ms_p50")),
+                _number(constrained.get("req_per_s"), 0),
+                _ratio(bf16.get("latency_ms_p50"), median),
+                _ratio(median, fp8.get("floor_ms")),
+                " / ".join(_ratio(fp8.get(f"yardstick_{mode}_ms"), median) for mode in ("eager", "graph")),
+                _number(fp8.get("joules_per_request"), 2),
+            ]
+        )
+    header = [
+        "batch",
+        "BF16 ms",
+        "FP8 ms, p50 / p99",
+        "FP8 req/s",
+        "10 M items: ms",
+        "req/s",
+        "FP8 over BF16",
+        "FP8 over its floor",
+        "over the yardstick, eager / graph",
+        "J a request",
+    ]
+    tables = [markdown_table(header, lines)] if lines else []
+    return "\n\n".join([*tables, _best_throughput(rows), _source(result)])
+
+
+def _best_throughput(rows: list[Row]) -> str:
+    """Requests a second at the best batch, for every beam, context, precision and catalog."""
+    columns = sorted({(row["precision"], row["catalog"]) for row in rows}, key=lambda key: (key[1] != "none", key[0]))
+    lines = []
+    for beam, context in sorted({(row["beam"], row["context"]) for row in rows}, reverse=True):
+        line = [str(beam), str(context)]
+        for precision, catalog in columns:
+            key = (precision, catalog, beam, context)
+            found = [row for row in rows if (row["precision"], row["catalog"], row["beam"], row["context"]) == key]
+            best = max(found, key=lambda row: row["req_per_s"], default=None)
+            line.append(f"{best['req_per_s']:.0f} (batch {best['batch']})" if best else "")
+        lines.append(line)
+    names = {"none": "", "10m": ", 10 M items"}
+    header = [f"{precision.upper()}{names.get(catalog, catalog)}, req/s" for precision, catalog in columns]
+    return markdown_table(["beam", "context", *header], lines)
+
+
+def ablation_table(result: Result) -> str:
+    """Ours beside the paper's."""
+    lines = [
+        [
+            STEP_NAMES.get(row["step"], row["step"]),
+            _number(row["latency_ms_p50"]),
+            _number(row["req_per_s"], 0),
+            f"{row['gain_points']:+.0f}" if row["gain_points"] else "",
+            _number(row["paper_latency_ms"], 0),
+            _number(row["paper_req_per_s"], 0),
+            f"{row['paper_gain_points']:+.0f}" if row["paper_gain_points"] else "",
+        ]
+        for row in result["rows"]
+    ]
+    header = ["", "ms", "req/s", "points", "paper: ms", "paper: req/s", "paper: points"]
+    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+
+
+def kernels_table(result: Result) -> str:
+    """Each operation at its longest shape, and how it fares at all shapes against the fastest library there."""
+    operations: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        operations.setdefault(row["op"], []).append(row)
+    lines = []
+    for op, rows in operations.items():
+        fastest = list(_fastest_baselines(rows))
+        largest = max(fastest, key=lambda row: row["us"])
+        ratios = [row["ratio"] for row in fastest]
+        lines.append(
+            [
+                op.replace("_", " "),
+                largest["shape"],
+                f"{largest['us']:.1f}",
+                _number(largest["tflops"] or None, 0),
+                _number(largest["gb_per_s"], 0),
+                f"{largest['baseline']}, {largest['baseline_us']:.1f} us",
+                f"{largest['ratio']:.2f}x",
+                f"{min(ratios):.2f}x to {max(ratios):.2f}x ({len(fastest)})",
+            ]
+        )
+    header = [
+        "operation",
+        "longest shape",
+        "us",
+        "TFLOP/s",
+        "GB/s",
+        "fastest other",
+        "speedup",
+        "at all shapes (how many)",
+    ]
+    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+
+
+def _fastest_baselines(rows: list[Row]) -> Iterable[Row]:
+    """Of the rows of each shape, the one beside the fastest library."""
+    shapes: dict[str, Row] = {}
+    for row in rows:
+        known = shapes.get(row["shape"])
+        if known is None or row["baseline_us"] < known["baseline_us"]:
+            shapes[row["shape"]] = row
+    return shapes.values()
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> str:
+    return f"{numerator / denominator:.2f}x" if numerator and denominator else ""
+
+
+def _source(result: Result) -> str:
+    """Where the figures come from."""
+    environment = result["environment"]
+    libraries = ", ".join(f"{name} {version}" for name, version in sorted(environment["libraries"].items()))
+    about = [f"{environment['gpu']}, driver {environment['driver']}, CUDA {environment['cuda']}, {libraries}"]
+    if ceilings := result.get("ceilings"):
+        about.append(
+            f"ceilings of the same run: BF16 {ceilings['bf16_tflops']:.0f} and FP8 {ceilings['fp8_tflops']:.0f}"
+            f" TFLOP/s, copy {ceilings['gb_per_s'] / 1e3:.2f} TB/s"
+        )
+    return f"{'; '.join(about)}. `{environment['command']}`"
+
+
+GPU_TABLES: dict[str, Callable[[Result], str]] = {
+    "engine": engine_table,
+    "ablation": ablation_table,
+    "kernels": kernels_table,
+}
+"""By the name of the marker and of the result file."""
+
+
+def gpu_tables(directory: Path) -> dict[str, str]:
+    """The tables of the result files that are there."""
+    paths = {name: directory / f"{name}.json" for name in GPU_TABLES}
+    return {name: GPU_TABLES[name](json.loads(path.read_text())) for name, path in paths.items() if path.is_file()}
