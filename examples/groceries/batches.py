@@ -2,7 +2,7 @@
 
 Each chunk is drawn in one of three modes, which the feature `open_basket` tells the model: the next item of a basket in
 product-number order, the next item in random order, or any item of the next basket (the feature is missing; targets
-see nothing of their own basket).
+see nothing of their own basket). With `counted`, a second feature says how many items the open basket holds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from examples.groceries.contexts import BASKET_ITEMS, basket_items_index
 from examples.groceries.prepare import OPEN_BASKET_FEATURE, OPEN_BASKET_VALUES, Sequences
 from examples.groceries.purchases import DEMOGRAPHICS
 from loka_serve.models.config import FeatureConfig
@@ -26,7 +27,8 @@ LENGTH_STEP = 128  # contexts of one batch have similar lengths, padded to a mul
 @dataclass(frozen=True)
 class Batch:
     """Targets of B contexts. history int64 [B, T, L], lengths [B], features [B, F]; targets int64 [B, N, L],
-    cutoffs int64 [B, N] (a target sees that many history items), weights float32 [B, N] (0 for padding)."""
+    cutoffs int64 [B, N] (a target sees that many history items), weights float32 [B, N] (0 for padding), basket_items
+    int64 [B, N] (each target's value of the feature, see contexts.py)."""
 
     history: Tensor
     lengths: Tensor
@@ -34,6 +36,7 @@ class Batch:
     targets: Tensor
     cutoffs: Tensor
     weights: Tensor
+    basket_items: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,18 @@ class Chunk:
     end: int
 
 
-def feature_configs(sequences: Sequences) -> tuple[FeatureConfig, ...]:
-    """`open_basket` first, then the demographic columns with the values that occur."""
+def feature_configs(sequences: Sequences, counted: bool = False) -> tuple[FeatureConfig, ...]:
+    """`open_basket` first, then the demographic columns with the values that occur, then the items it holds."""
     columns = []
     for name in DEMOGRAPHICS:
         values = sorted({features[name] for features in sequences.features if name in features})
         columns.append(FeatureConfig(name, tuple(values)))
-    return (FeatureConfig(OPEN_BASKET_FEATURE, OPEN_BASKET_VALUES), *columns)
+    features = (FeatureConfig(OPEN_BASKET_FEATURE, OPEN_BASKET_VALUES), *columns)
+    return (*features, BASKET_ITEMS) if counted else features
 
 
 def feature_table(sequences: Sequences, features: tuple[FeatureConfig, ...]) -> NDArray[np.int64]:
-    """Feature indices int64 [H, F]; `open_basket` is left missing (0)."""
+    """Feature indices int64 [H, F]; what is said of the open basket is left missing (0)."""
     return np.array(
         [[feature.index_of(row.get(feature.name, "")) for feature in features] for row in sequences.features],
         dtype=np.int64,
@@ -114,6 +118,7 @@ class BatchSource:
     """Draws an epoch of batches; everything random follows from (seed, epoch), so an epoch can be replayed.
 
     mode_shares: parts of the chunks in the modes (next basket, product-number order, any order), summing to one.
+    count_dropout: part of the chunks that leave the number of items in the open basket out; None leaves it out of all.
     """
 
     def __init__(
@@ -131,13 +136,15 @@ class BatchSource:
         device: torch.device,
         seed: int,
         epoch_share: float = 1.0,
+        count_dropout: float | None = None,
     ) -> None:
         self.sequences, self.seed, self.device = sequences, seed, device
         self.chunk, self.context, self.rows, self.epoch_share = chunk, context, rows, epoch_share
-        self.mode_shares, self.feature_dropout = mode_shares, feature_dropout
+        self.mode_shares, self.feature_dropout, self.count_dropout = mode_shares, feature_dropout, count_dropout
         self.starts = sequences.household_offsets[:-1]
         self.ends = held_out_bounds(sequences, held_out)[0]
-        self.features = torch.from_numpy(feature_table(sequences, feature_configs(sequences))).to(device)
+        configs = feature_configs(sequences, counted=count_dropout is not None)
+        self.features = torch.from_numpy(feature_table(sequences, configs)).to(device)
         self.codes = torch.from_numpy(sequences.semantic_ids).long().to(device)
         weights = training_weights(sequences, self.ends, household_power, basket_power)
         self.weights = torch.from_numpy(weights).to(device)
@@ -175,7 +182,12 @@ class BatchSource:
         features[:, 0] = mode
         order = (mode != PRODUCT_NUMBER_ORDER).long()[:, None]
         next_basket = (mode == NEXT_BASKET)[:, None]
-        seen = torch.where(next_basket, self.basket_starts[target_rows], target_rows) - context_start[:, None]
+        basket_start = self.basket_starts[target_rows]
+        seen = torch.where(next_basket, basket_start, target_rows) - context_start[:, None]
+        basket_items = None
+        if self.count_dropout is not None:
+            told = torch.from_numpy(generator.random(len(chunks)) >= self.count_dropout).to(self.device)[:, None]
+            basket_items = basket_items_index(target_rows - basket_start) * (told & ~next_basket)
         return Batch(
             history=self.codes[items[order, history_rows]],
             lengths=end - context_start,
@@ -183,4 +195,5 @@ class BatchSource:
             targets=self.codes[items[order, target_rows]],
             cutoffs=seen.clamp_min(0),
             weights=real * self.weights[next_basket.long(), target_rows],
+            basket_items=basket_items,
         )

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from examples.groceries import baselines
 from examples.groceries.batches import ANY_ORDER, NEXT_BASKET, PRODUCT_NUMBER_ORDER
+from examples.groceries.contexts import counts_basket_items
 from examples.groceries.metrics import next_item_metrics
 from examples.groceries.prepare import SEED, Sequences, load_sequences
 from examples.groceries.purchases import GroceriesError
@@ -62,14 +63,6 @@ def load_bf16(checkpoint: Path, device: torch.device) -> OneRecV2:
     return model
 
 
-def baseline_results(sequences: Sequences) -> dict[str, Any]:
-    """{"next_item", "random_order", "basket"}: baseline -> metrics, on the last baskets."""
-    ordered = baselines.evaluate(sequences, sequences.items)
-    shuffled = baselines.evaluate(sequences, sequences.random_items)
-    # As a set, a basket has no order, and popularity and own-repeat ask for none; Markov is better off shuffled.
-    return {"next_item": ordered["next_item"], "random_order": shuffled["next_item"], "basket": shuffled["basket"]}
-
-
 @dataclass(frozen=True)
 class Source:
     """Where a worker finds what it scores: the prepared data, and a checkpoint or a bundle."""
@@ -90,8 +83,8 @@ def load_source(source: Source) -> tuple[Sequences, LegalCodes, OneRecV2]:
     return sequences, legal, load_bf16(source.model, device)
 
 
-def recommend_part(source: Source, mode: int, beam: int, part: int, parts: int) -> Recommendations:
-    """Recommendations for every `parts`-th household from `part` on."""
+def recommend_part(source: Source, mode: int, beam: int, counted: bool, part: int, parts: int) -> Recommendations:
+    """Recommendations for every `parts`-th household from `part` on; `counted` as for `scoring.recommend`."""
     if source.device == "cpu" and parts > 1:
         torch.set_num_threads(1)
     sequences, legal, model = load_source(source)
@@ -105,16 +98,21 @@ def recommend_part(source: Source, mode: int, beam: int, part: int, parts: int) 
         beam=beam,
         device=torch.device(source.device),
         households=numbers,
+        counted=counted,
     )
 
 
-def recommend_all(source: Source, mode: int, beam: int, workers: int, every: int = 1) -> Recommendations:
+def recommend_all(
+    source: Source, mode: int, beam: int, workers: int, every: int = 1, counted: bool = True
+) -> Recommendations:
     """Recommendations for every `every`-th household, by as many processes as there are workers."""
     if workers == 1:
-        return recommend_part(source, mode, beam, 0, every)
+        return recommend_part(source, mode, beam, counted, 0, every)
     parts = 8 * workers * every  # households differ in size, so that small parts even out
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        tasks = [pool.submit(recommend_part, source, mode, beam, part, parts) for part in range(0, parts, every)]
+        tasks = [
+            pool.submit(recommend_part, source, mode, beam, counted, part, parts) for part in range(0, parts, every)
+        ]
         results = [task.result() for task in tasks]
     return Recommendations(
         items=np.concatenate([result.items for result in results]),
@@ -208,8 +206,12 @@ def evaluate(
     source = Source(data, checkpoint, False, device)
     modes = {"product_number": PRODUCT_NUMBER_ORDER, "random": ANY_ORDER, "basket": NEXT_BASKET}
     beams = {"product_number": beam, "random": narrow_beam or beam, "basket": narrow_beam or beam}
-    ours = {name: recommend_all(source, mode, beams[name], workers) for name, mode in modes.items()}
-    simple = baseline_results(sequences)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        baseline_task = pool.submit(baselines.last_basket_results, data)  # on the CPU meanwhile
+        ours = {name: recommend_all(source, mode, beams[name], workers) for name, mode in modes.items()}
+        if counts_basket_items(load_source(source)[2]):
+            ours["uncounted"] = recommend_all(source, ANY_ORDER, beams["random"], workers, counted=False)
+        simple = baseline_task.result()
     digest = checkpoint_digest(checkpoint)
     results: dict[str, Any] = {
         "ours": {
@@ -217,6 +219,9 @@ def evaluate(
             "random_order": next_item_metrics(ours["random"].ranks()),
         }
     }
+    if "uncounted" in ours:
+        # What a client gets that does not say how many items the open basket holds.
+        results["ours"]["random_order_uncounted"] = next_item_metrics(ours["uncounted"].ranks())
     for name in (*MAIN_BASELINES, "own_repeat_decayed"):
         results[name] = {**simple["next_item"][name], "random_order": simple["random_order"][name]}
     results["last_basket"] = {"ours": measure_baskets(ours["basket"], sequences, held_out=0), **simple["basket"]}

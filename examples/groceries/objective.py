@@ -27,6 +27,8 @@ class Options:
     legality_weight: weight of -log P(legal codes) in the loss. Served scores are normalised over whole codebooks, so
         that illegal codes must have little probability; 1 is the plain cross-entropy over the codebook. It grows from
         a tenth of this to this over the run, so that which products go together is learned first.
+    open_basket_items: 1 adds the feature that says how many items the open basket holds (see contexts.py);
+        count_dropout is the part of the training chunks that leave it out all the same.
     """
 
     seed: int = 1
@@ -61,6 +63,8 @@ class Options:
     average_decay: float = 0.998
     balance_rate: float = 1e-3
     beam: int = 32
+    open_basket_items: int = 0
+    count_dropout: float = 0.15
 
 
 def model_config(options: Options, sequences: Sequences) -> OneRecV2Config:
@@ -83,7 +87,7 @@ def model_config(options: Options, sequences: Sequences) -> OneRecV2Config:
         max_context=options.max_context,
         beam_width=128,
         position_encoding="rotary",
-        features=feature_configs(sequences),
+        features=feature_configs(sequences, bool(options.open_basket_items)),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from examples.groceries.batches import ANY_ORDER, NEXT_BASKET, PRODUCT_NUMBER_ORDER, feature_table, held_out_bounds
+from examples.groceries.contexts import basket_items_index, shared_context
 from examples.groceries.metrics import TOP, basket_metrics, next_item_metrics
 from examples.groceries.prepare import Sequences
 from loka_serve.models.onerec_v2 import Context, DecodeCache, OneRecV2
@@ -90,7 +91,8 @@ def beam_search(
 @dataclass(frozen=True)
 class HeldOut:
     """Contexts and held-out baskets of some households: history int64 [B, T, L], lengths and features as the model
-    takes them, cutoffs int64 [B, N], items int64 [B, N] the held-out items (-2 for padding)."""
+    takes them, cutoffs int64 [B, N], items int64 [B, N] the held-out items (-2 for padding), basket_items int64 [B, N]
+    how many items the open basket holds, as an index of that feature."""
 
     households: NDArray[np.int64]
     history: Tensor
@@ -98,6 +100,7 @@ class HeldOut:
     features: Tensor
     cutoffs: Tensor
     items: Tensor
+    basket_items: Tensor
 
 
 def held_out_batches(
@@ -119,6 +122,8 @@ def held_out_batches(
     numbers = numbers[ends[numbers] > starts[numbers]]
     targets = np.ones(len(numbers), np.int64) if mode == NEXT_BASKET else ends[numbers] - starts[numbers]
     lengths = starts[numbers] - sequences.household_offsets[numbers]
+    features = feature_table(sequences, model.config.features)
+    features[:, 0] = mode
     groups: list[list[int]] = [[]]
     for place in np.lexsort((lengths, targets)):
         if groups[-1] and (len(groups[-1]) + 1) * targets[place] > targets_per_batch:
@@ -127,13 +132,14 @@ def held_out_batches(
     for group in groups:
         if group:
             yield _held_out_batch(
-                sequences, model, numbers[group], starts, int(targets[group].max()), ends, mode, device
+                sequences, model, features, numbers[group], starts, int(targets[group].max()), ends, mode, device
             )
 
 
 def _held_out_batch(
     sequences: Sequences,
     model: OneRecV2,
+    features: NDArray[np.int64],
     numbers: NDArray[np.int64],
     starts: NDArray[np.int64],
     targets: int,
@@ -142,8 +148,6 @@ def _held_out_batch(
     device: torch.device,
 ) -> HeldOut:
     items = sequences.items if mode == PRODUCT_NUMBER_ORDER else sequences.random_items
-    features = feature_table(sequences, model.config.features)[numbers]
-    features[:, 0] = mode
     # The history of the last position: everything before it. An earlier position sees a cut-off part of it.
     last = np.minimum(starts[numbers] + targets, ends[numbers]) - 1
     first = np.maximum(sequences.household_offsets[numbers], last - model.config.max_context)
@@ -155,11 +159,15 @@ def _held_out_batch(
     target_rows = np.where(real, target_rows, last[:, None])
     history = sequences.semantic_ids[items[rows]]
     held_out_items = np.where(real, items[target_rows], -2)
-    arrays = (history, lengths, features, target_rows - first[:, None], held_out_items)
-    return HeldOut(numbers, *(torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays))
+    arrays = (history, lengths, features[numbers], target_rows - first[:, None], held_out_items)
+    tensors = [torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays]
+    counts = torch.from_numpy(target_rows - starts[numbers][:, None]).to(device)
+    tensors.append(torch.zeros_like(counts) if mode == NEXT_BASKET else basket_items_index(counts))
+    return HeldOut(numbers, *tensors)
 
 
 MISSED = 1 << 30
+TARGETS_PER_BATCH = {"cpu": 256}  # a GPU takes more at once, since launches are what it waits for
 
 
 @dataclass(frozen=True)
@@ -187,9 +195,13 @@ def recommend(
     beam: int,
     device: torch.device,
     households: NDArray[np.int64] | None = None,
-    targets_per_batch: int = 256,
+    targets_per_batch: int | None = None,
+    counted: bool = True,
 ) -> Recommendations:
-    """The `beam` best items at every position of the held-out baskets (the first position in mode NEXT_BASKET)."""
+    """The `beam` best items at every position of the held-out baskets (the first position in mode NEXT_BASKET).
+
+    counted: tell a model that has the feature how many items the open basket holds.
+    """
     nothing = np.zeros(0, np.int64)
     rows: list[tuple[NDArray[np.int64], ...]] = [(nothing.reshape(0, beam), nothing, nothing)]
     batches = held_out_batches(
@@ -197,12 +209,13 @@ def recommend(
         model,
         held_out=held_out,
         mode=mode,
-        targets_per_batch=targets_per_batch,
+        targets_per_batch=targets_per_batch or TARGETS_PER_BATCH.get(device.type, 1024),
         device=device,
         households=households,
     )
     for batch in batches:
-        context = model.prepare_context(batch.history, batch.lengths, batch.features)
+        basket_items = batch.basket_items * int(counted)
+        context = shared_context(model, batch.history, batch.lengths, batch.features, basket_items)
         codes, scores = beam_search(model, context, batch.cutoffs, legal, beam)
         items = torch.where(scores > -torch.inf, legal.item_of(codes), -1)
         real = (batch.items >= 0).cpu().numpy()
@@ -221,7 +234,7 @@ def evaluate_model(
     beam: int,
     device: torch.device,
     households: NDArray[np.int64] | None = None,
-    targets_per_batch: int = 256,
+    targets_per_batch: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Metrics of {"product_number", "random", "basket"}: next item in both orders, and the basket as a set."""
     metrics = {}

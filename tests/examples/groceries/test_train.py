@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,9 @@ from examples.groceries.batches import (
 from examples.groceries.objective import Options, loss_of
 from examples.groceries.purchases import GroceriesError
 from examples.groceries.scoring import LegalCodes
-from examples.groceries.train import Trainer, train
+from examples.groceries.selection import TARGETS, selection_score
+from examples.groceries.train import Clock, train
+from examples.groceries.trainer import Trainer
 from loka_serve.models.checkpoint import load_checkpoint
 from tests.examples.groceries.data import BASKET, HOUSEHOLDS, synthetic_sequences
 
@@ -167,6 +170,40 @@ def test_a_state_of_other_options_is_refused(tmp_path: Path) -> None:
     train(SMALL, synthetic_sequences(), tmp_path, CPU, max_steps=1, log=lambda line: None)
     with pytest.raises(GroceriesError, match="written with other options"):
         train(dataclasses.replace(SMALL, seed=9), synthetic_sequences(), tmp_path, CPU, log=lambda line: None)
+
+
+def test_the_clock_leaves_time_for_the_last_measurement() -> None:
+    seconds = [100.0]
+    clock = Clock(100.0, now=lambda: seconds[0])
+    assert clock.progress() == 0.0 and not clock.measurement_due()
+    seconds[0] = 150.0
+    assert clock.measurement_due() and not clock.measurement_due()
+    clock.measured_for(8.0)
+    seconds[0] = 190.0
+    assert clock.progress() == 1.0 and clock.measurement_due() and clock.measurement_due()
+
+
+def test_a_run_of_fixed_duration_ends_measured_and_in_time(tmp_path: Path) -> None:
+    sequences = synthetic_sequences()
+    options = dataclasses.replace(SMALL, open_basket_items=1)
+    started = time.monotonic()
+    records = train(options, sequences, tmp_path, CPU, seconds=3.0, log=lambda line: None)
+    assert time.monotonic() - started < 6.0
+    assert "validation" not in records[0] and "validation" in records[-1]
+    training = json.loads((tmp_path / "checkpoint" / "training.json").read_text())
+    assert training["best"]["score"] == max(record.get("score", 0.0) for record in records)
+    assert training["clock"]["seconds"] == 3.0
+    with pytest.raises(GroceriesError, match="use another --out"):
+        train(options, sequences, tmp_path, CPU, seconds=3.0, log=lambda line: None)
+
+
+def test_the_worst_measure_decides() -> None:
+    reached: dict[str, dict[str, float]] = {measure: {} for measure, _ in TARGETS}
+    for (measure, name), target in TARGETS.items():
+        reached[measure][name] = 1.1 * target
+    assert selection_score(reached) == pytest.approx(1.1)
+    reached["basket"]["ndcg@10"] = 0.9 * TARGETS["basket", "ndcg@10"]
+    assert selection_score(reached) == pytest.approx(0.9)
 
 
 def test_balancing_raises_the_bias_of_idle_experts() -> None:
