@@ -1,4 +1,4 @@
-"""Engines that run a bundle: `reference` everywhere; faster ones for Hopper GPUs register here."""
+"""Engines that run a bundle: `reference` everywhere, `hopper` on one Hopper GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from loka_serve.bundle import Bundle
     from loka_serve.engines.base import Engine, EngineLimits
 
-ENGINES = ("reference",)
+ENGINES = ("reference", "hopper")
 
 
 def load_engine(bundle: Bundle, engine: str, device: str, limits: EngineLimits) -> Engine:
@@ -30,4 +30,8 @@ def load_engine(bundle: Bundle, engine: str, device: str, limits: EngineLimits) 
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"device {device!r} is not usable here: {str(error).splitlines()[0]}") from error
+    if engine == "hopper":
+        from loka_serve.engines.hopper.engine import HopperEngine
+
+        return HopperEngine(bundle, limits, device)
     return ReferenceEngine(bundle.load_model(device), bundle.catalog, limits, device)

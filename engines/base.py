@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,36 @@ class Engine(Protocol):
 
     def swap_catalog(self, catalog: Catalog) -> None:
         """Serve another catalog from the next batch on. Raises EngineError when the codebooks do not fit the model."""
+        ...
+
+
+class Ticket(Protocol):
+    """A batch on its way; only the engine that gave it can read it."""
+
+    @property
+    def requests(self) -> int: ...
+
+
+@runtime_checkable
+class AsynchronousEngine(Engine, Protocol):
+    """An engine that computes on its own while the caller prepares the next batch: `recommend` in two halves.
+
+    Attributes:
+        in_flight: batches that may be submitted and not yet collected. They are collected in the order of submission.
+    """
+
+    in_flight: int
+
+    def submit(self, batch: RequestBatch) -> Ticket:
+        """Start a batch. Raises EngineError when it exceeds `limits`, or when `in_flight` others are on their way."""
+        ...
+
+    def is_done(self, ticket: Any) -> bool:
+        """Whether `collect` would not wait."""
+        ...
+
+    def collect(self, ticket: Any) -> BeamResult:
+        """Wait for a batch's result."""
         ...
 
 

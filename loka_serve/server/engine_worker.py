@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.catalog.filters import CatalogFilter
 from loka_serve.decoding.expansion import expand
-from loka_serve.engines.base import BeamResult, Engine, EngineRequest, RequestBatch
+from loka_serve.engines.base import AsynchronousEngine, BeamResult, Engine, EngineRequest, RequestBatch, Ticket
 from loka_serve.errors import LokaError
 from loka_serve.server import messages
 from loka_serve.server.messages import (
@@ -37,6 +38,7 @@ from loka_serve.server.messages import (
 
 logger = logging.getLogger(__name__)
 
+LANDING_POLL_S = 0.0002  # how often a batch on its way is looked after while no other one is ready
 POLL_MS = 500  # how often the reader looks whether its parent still lives
 
 
@@ -48,6 +50,15 @@ class PreparedBatch:
     catalog: Catalog
     requests: RequestBatch
     timings: dict[str, float]
+
+
+@dataclass
+class Flight:
+    """A batch that the engine has: its ticket, its result where it was computed at once, or why it failed."""
+
+    batch: PreparedBatch
+    started: float
+    result: Ticket | BeamResult | Exception
 
 
 @dataclass
@@ -81,6 +92,7 @@ class EngineWorker:
         self._catalogs = {self.catalog.version: self.catalog}
         compute_lookups(self.catalog)
         self._live_version = self.catalog.version
+        self._depth = self.engine.in_flight if isinstance(self.engine, AsynchronousEngine) else 1
 
     def run(self) -> None:
         """Blocks; an exception of the reader or writer ends the process, since the API then starts a fresh one."""
@@ -90,8 +102,7 @@ class EngineWorker:
         ]
         for thread in stages:
             thread.start()
-        while (batch := self._prepared.get()) is not None:
-            self._outgoing.put(self._compute(batch))
+        self._run_engine()
         self._outgoing.put(None)
         for thread in stages:
             thread.join()
@@ -136,14 +147,52 @@ class EngineWorker:
 
     # engine
 
-    def _compute(self, batch: PreparedBatch) -> ComputedBatch:
-        if batch.catalog.version != self._live_version:  # swapped between batches, never within one
-            self.engine.swap_catalog(batch.catalog)
-            self._live_version = batch.catalog.version
+    def _run_engine(self) -> None:
+        """Batches one after another; an engine that computes on its own gets the next one before it gave the last."""
+        flights: deque[Flight] = deque()
+        while True:
+            try:
+                batch = self._prepared.get(timeout=LANDING_POLL_S if flights else None)
+            except queue.Empty:
+                if self._has_landed(flights[0]):
+                    self._outgoing.put(self._land(flights.popleft()))
+                continue
+            swap = batch is not None and batch.catalog.version != self._live_version
+            while flights and (batch is None or swap or len(flights) >= self._depth):
+                self._outgoing.put(self._land(flights.popleft()))
+            if batch is None:
+                return
+            if swap:  # between batches, never within one
+                self.engine.swap_catalog(batch.catalog)
+                self._live_version = batch.catalog.version
+            flights.append(self._launch(batch))
+
+    def _launch(self, batch: PreparedBatch) -> Flight:
         started = time.perf_counter()
+        result: Ticket | BeamResult | Exception
+        try:
+            if isinstance(self.engine, AsynchronousEngine):
+                result = self.engine.submit(batch.requests)
+            else:
+                result = self.engine.recommend(batch.requests)
+        except Exception as error:
+            result = error
+        return Flight(batch, started, result)
+
+    def _has_landed(self, flight: Flight) -> bool:
+        if isinstance(flight.result, BeamResult | Exception) or not isinstance(self.engine, AsynchronousEngine):
+            return True
+        return self.engine.is_done(flight.result)
+
+    def _land(self, flight: Flight) -> ComputedBatch:
+        batch, result = flight.batch, flight.result
         rows: list[tuple[BeamResult, int] | None]
         try:
-            result = self.engine.recommend(batch.requests)
+            if isinstance(result, Exception):
+                raise result
+            if not isinstance(result, BeamResult):
+                assert isinstance(self.engine, AsynchronousEngine)
+                result = self.engine.collect(result)
         except Exception as error:
             if is_device_error(error):
                 raise
@@ -152,7 +201,7 @@ class EngineWorker:
         else:
             batch.timings.update(result.timings)
             rows = [(result, row) for row in range(len(batch.requests))]
-        batch.timings["total"] = time.perf_counter() - started
+        batch.timings["total"] = time.perf_counter() - flight.started
         return ComputedBatch(batch, rows)
 
     def _compute_one(self, request: EngineRequest) -> tuple[BeamResult, int] | None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import zmq
 
-from loka_serve.engines.base import BeamResult, EngineLimits
+from loka_serve.catalog.catalog import Catalog
+from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch
 from loka_serve.server import messages
 from loka_serve.server.engine_worker import EngineWorker, is_device_error, leaves_are_valid, to_result
 from loka_serve.server.messages import (
@@ -31,19 +32,20 @@ from tests.server.scripted_engine import NAN, RAISE, ScriptedEngine
 from tests.server.scripted_server import make_catalog
 
 CATALOG = make_catalog()
+LIMITS = EngineLimits(8, 64, 50, 3)
 
 
 class Pipe:
     """A worker in a thread, and the API process's ends of its sockets."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: ScriptedEngine | None = None) -> None:
         self.context = zmq.Context()
         self.work, work = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
         self.results, results = self.context.socket(zmq.PULL), self.context.socket(zmq.PUSH)
         for name, (bound, connected) in {"work": (self.work, work), "results": (self.results, results)}.items():
             bound.bind(f"inproc://{name}")
             connected.connect(f"inproc://{name}")
-        self.engine = ScriptedEngine(CATALOG, EngineLimits(8, 64, 50, 3))
+        self.engine = engine or ScriptedEngine(CATALOG, LIMITS)
         worker = EngineWorker(self.engine, CATALOG, work, results, os.getppid())
         self.thread = threading.Thread(target=worker.run, daemon=True)
         self.thread.start()
@@ -128,6 +130,60 @@ def test_catalogs_are_swapped_when_a_batch_names_another(pipe: Pipe, tmp_path: P
     assert pipe.engine.swaps == [other.version, CATALOG.version]
     pipe.send(DropCatalog(other.version))
     assert items_of(pipe.ask(request())) == ["item-0", "item-1", "item-2"]
+
+
+class SlowDevice(ScriptedEngine):
+    """Takes two batches; none is done before a test lets it be, and they are collected in order."""
+
+    in_flight = 2
+
+    def __init__(self) -> None:
+        super().__init__(CATALOG, LIMITS)
+        self.log: list[str] = []
+        self.may_finish = threading.Event()
+        self.second_submitted = threading.Event()
+
+    def submit(self, batch: RequestBatch) -> RequestBatch:
+        self.log.append(f"submit {len(batch)}")
+        if len(self.log) == 2:
+            self.second_submitted.set()
+        return batch
+
+    def is_done(self, ticket: RequestBatch) -> bool:
+        return self.may_finish.is_set()
+
+    def collect(self, ticket: RequestBatch) -> BeamResult:
+        assert self.may_finish.wait(5)
+        self.log.append(f"collect {len(ticket)}")
+        return super().recommend(ticket)
+
+    def swap_catalog(self, catalog: Catalog) -> None:
+        self.log.append("swap")
+        super().swap_catalog(catalog)
+
+
+def test_the_next_batch_is_submitted_while_one_computes(tmp_path: Path) -> None:
+    engine = SlowDevice()
+    pipe = Pipe(engine)
+    other = make_catalog(30, prefix="new")
+    other.save(tmp_path / "other")
+    pipe.send(LoadCatalog(other.version, str(tmp_path / "other")))
+    assert pipe.receive() == CatalogLoaded(other.version)
+    for size, version in ((1, CATALOG.version), (2, CATALOG.version), (3, CATALOG.version), (4, other.version)):
+        pipe.send(Batch(size, version, [request()] * (size - 1) + [request(RAISE if size == 2 else 1)]))
+    assert engine.second_submitted.wait(5)
+    assert engine.log == ["submit 1", "submit 2"]
+    engine.may_finish.set()
+    results = [pipe.receive() for _ in range(4)]
+    assert [result.batch_id for result in results] == [1, 2, 3, 4]
+    assert [row.error for row in results[1].results] == [None, "exception"]
+    collected = [entry for entry in engine.log if entry.startswith("collect")]
+    assert collected == ["collect 1", "collect 2", "collect 3", "collect 4"]
+    assert engine.log.index("swap") == engine.log.index("submit 4") - 1 > engine.log.index("collect 3")
+    pipe.send(Stop())
+    pipe.thread.join(5)
+    assert not pipe.thread.is_alive()
+    pipe.context.destroy(linger=0)
 
 
 def test_a_catalog_that_cannot_be_read_is_reported(pipe: Pipe, tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Activations in the forms that the next sites take, and the kernels that produce several forms at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka_serve.engines.hopper.weights import Site
+from loka_serve.kernels.dispatch import Dispatch
+from loka_serve.kernels.linear.implementations import linear
+from loka_serve.kernels.moe.combine import combine, combine_norm_quantize
+from loka_serve.kernels.norm_quantize.triton import residual_norm, residual_norm_both, residual_norm_quantize
+from loka_serve.kernels.quantize.triton import BLOCK_SCALES, NO_SCALES, ROW_SCALES, quantize_activation
+from loka_serve.kernels.swiglu_quantize.triton import swiglu, swiglu_quantize
+
+SCALES = {"bf16": NO_SCALES, "fp8_row": ROW_SCALES, "fp8_block": BLOCK_SCALES}
+"""Which scales the inputs of a site of each recipe carry."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Rows [M, K] by recipe: bfloat16 with None, or E4M3 codes with their scales."""
+
+    forms: dict[str, tuple[Tensor, Tensor | None]]
+
+    def of(self, recipe: str) -> tuple[Tensor, Tensor | None]:
+        return self.forms[recipe]
+
+
+@dataclass(frozen=True)
+class Producers:
+    """Makes activations and multiplies them; `fused` quantizes within the producer, otherwise in a further pass."""
+
+    dispatch: Dispatch
+    eps: float
+    fused: bool
+
+    def project(self, activation: Activation, site: Site, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """x W^T of a dense site: [M, N]."""
+        x, scale = activation.of(site.recipe)
+        rows, (n, k) = x.shape[0], site.weight.shape
+        op = "linear" if out_dtype == torch.bfloat16 else "linear_float32"
+        implementation = self.dispatch.choose(op, site.recipe, n, k, rows)
+        return linear(x, scale, site.weight, site.scale, implementation, out_dtype)
+
+    def quantized(self, x: Tensor, recipes: set[str]) -> Activation:
+        """A bfloat16 tensor [M, K] in the forms that `recipes` take."""
+        forms: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for recipe in recipes:
+            forms[recipe] = (x, None) if recipe == "bf16" else quantize_activation(x, SCALES[recipe])
+        return Activation(forms)
+
+    def norm(self, x: Tensor, residual: Tensor | None, gain: Tensor, recipes: set[str]) -> tuple[Tensor, Activation]:
+        """(x + residual, its RMSNorm in the forms that `recipes` take)."""
+        quantized = sorted(recipes - {"bf16"})
+        if not quantized or not self.fused:
+            total, normed = residual_norm(x, residual, gain, self.eps)
+            return total, self.quantized(normed, recipes)
+        block_scales = quantized[0] == "fp8_block"
+        if recipes == {quantized[0]}:
+            total, codes, scale = residual_norm_quantize(x, residual, gain, self.eps, block_scales)
+            return total, Activation({quantized[0]: (codes, scale)})
+        total, normed, codes, scale = residual_norm_both(x, residual, gain, self.eps, block_scales)
+        activation = self.quantized(normed, recipes - {quantized[0]})
+        return total, Activation({**activation.forms, quantized[0]: (codes, scale)})
+
+    def swiglu(self, gate_up: Tensor, recipe: str) -> Activation:
+        """silu(gate) * up of [M, 2 * width] for the site that follows."""
+        if recipe == "bf16" or not self.fused:
+            return self.quantized(swiglu(gate_up), {recipe})
+        return Activation({recipe: swiglu_quantize(gate_up, recipe == "fp8_block")})
+
+    def combine_norm(
+        self,
+        experts: tuple[Tensor, Tensor, Tensor],
+        shared: Tensor | None,
+        residual: Tensor,
+        gain: Tensor,
+        recipe: str,
+    ) -> tuple[Tensor, Activation]:
+        """Expert outputs, shared expert and residual added up, and the sum's norm for the site that follows."""
+        outputs, positions, weights = experts
+        if not self.fused:
+            total = combine(outputs, positions, weights, shared, residual)
+            return self.norm(total, None, gain, {recipe})
+        total, normed, scale = combine_norm_quantize(
+            outputs, positions, weights, gain, self.eps, SCALES[recipe], shared, residual
+        )
+        return total, Activation({recipe: (normed, None if recipe == "bf16" else scale)})

@@ -1,0 +1,257 @@
+"""A whole batch on the device: context, every level's decode step and selection, launched without waiting once.
+
+`HopperDecoder` owns everything at fixed addresses and one stream. A batch is submitted and collected; one may be
+submitted while another computes, so that the host's share of the work hides behind the device's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka_serve.catalog.trie import Trie
+from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch, check_batch
+from loka_serve.engines.hopper.buckets import Bucket, Buckets
+from loka_serve.engines.hopper.buffers import FilterBuffers, Inputs, Outputs, TrieBuffers
+from loka_serve.engines.hopper.forward import Forward
+from loka_serve.engines.hopper.memory import MemoryReport, workspace_bytes
+from loka_serve.engines.hopper.options import HopperOptions
+from loka_serve.engines.hopper.selection import select
+from loka_serve.engines.hopper.support import check_limits
+from loka_serve.engines.hopper.weights import HopperWeights
+from loka_serve.errors import EngineError
+from loka_serve.kernels.dispatch import Dispatch
+from loka_serve.kernels.level_head.reference import AdvancedBeams
+from loka_serve.kernels.self_attention.triton import extend_ancestors
+
+IN_FLIGHT = 2
+
+
+@dataclass
+class Ticket:
+    """A submitted batch: where its results arrive, and when."""
+
+    requests: int
+    bucket: Bucket
+    slot: int
+    started: float
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+@dataclass
+class _Slot:
+    """The host's end of one batch in flight."""
+
+    inputs: Tensor
+    outputs: Outputs
+    busy: bool = False
+
+
+@dataclass
+class HopperDecoder:
+    """Runs batches of requests; see `HopperEngine` for the `Engine` that it serves.
+
+    Args:
+        weights: from `pack_weights`, on `device`.
+        trie: SIDs that exist; None decodes without constraint, where a leaf is only its last code (for benchmarks).
+        dispatch: which library runs which linear; None takes defaults.
+        device: a CUDA device of compute capability 9.0; `cpu` serves tests, through Triton's interpreter.
+
+    Raises:
+        EngineError: limits that the kernels or the device's memory cannot hold.
+    """
+
+    weights: HopperWeights
+    trie: Trie | None
+    limits: EngineLimits
+    device: torch.device
+    options: HopperOptions = HopperOptions()
+    dispatch: Dispatch | None = None
+
+    def __post_init__(self) -> None:
+        config, limits = self.weights.config, self.limits
+        self.on_gpu = self.device.type == "cuda"
+        check_limits(config, limits)
+        self.buckets = Buckets.of(limits, self.options)
+        dispatch = self.dispatch or Dispatch.unmeasured(self.device)
+        self.forward = Forward(self.weights, dispatch, self.options)
+        self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
+        self.warm: set[Bucket] = set()
+        self.memory = MemoryReport.of(self.device, self.weights.bytes)
+        self.memory.require(workspace_bytes(config, self._largest(), self.options), self._largest(), self.options)
+        with self._on_stream():
+            self._allocate()
+
+    def _largest(self) -> Bucket:
+        return Bucket(self.limits.batch, self.limits.beam, self.limits.context)
+
+    def _allocate(self) -> None:
+        config, largest = self.weights.config, self._largest()
+        numbers = Inputs.numbers(largest, config.levels, len(config.features))
+        self.inputs = torch.zeros(numbers, dtype=torch.int32, device=self.device)
+        self.outputs = Outputs.allocate(largest.batch, largest.beam, self.device)
+        self.slots = [
+            _Slot(
+                torch.zeros(numbers, dtype=torch.int32, pin_memory=self.on_gpu),
+                Outputs.allocate(largest.batch, largest.beam, "cpu", pinned=self.on_gpu),
+            )
+            for _ in range(IN_FLIGHT)
+        ]
+        self.trie_buffers = self.filters = None
+        if self.trie is not None:
+            self.trie_buffers = TrieBuffers(self.trie, self.options.catalog_headroom, self.device)
+            self.filters = FilterBuffers(self.trie_buffers, self.limits, self.device, IN_FLIGHT)
+            self.memory.catalog = self.trie_buffers.bytes + self.filters.bytes
+        self.memory.buffers = self.inputs.nbytes + self.outputs.bytes
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Everything of this decoder happens in the order of its one stream."""
+        if not self.on_gpu:
+            yield
+            return
+        if not hasattr(self, "stream"):
+            self.stream = torch.cuda.Stream(self.device)
+            self.pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream), torch.inference_mode():
+            yield
+
+    # a batch
+
+    def submit(self, batch: RequestBatch) -> Ticket:
+        """Enqueue a batch. At most `IN_FLIGHT` are on their way at once.
+
+        Raises:
+            EngineError: a batch beyond the limits, or a third one on its way.
+        """
+        config = self.weights.config
+        check_batch(batch, self.limits, len(config.features), config.codebook_sizes)
+        slot = next((index for index, slot in enumerate(self.slots) if not slot.busy), None)
+        if slot is None:
+            raise EngineError(f"{IN_FLIGHT} batches are on their way: collect one before submitting another")
+        requests = batch.requests
+        bucket = self.buckets.choose(
+            len(requests),
+            max(request.beam_width for request in requests),
+            max(len(request.history) for request in requests),
+        )
+        started = time.perf_counter()
+        held = self.slots[slot]
+        numbers = Inputs.numbers(bucket, config.levels, len(config.features))
+        Inputs.view(held.inputs, bucket, config.levels, len(config.features)).fill(requests)
+        with self._on_stream():
+            events = self._events()
+            if events:
+                events[0].record()
+            self.inputs[:numbers].copy_(held.inputs[:numbers], non_blocking=True)
+            if self.filters is not None:
+                self.filters.send(requests, slot)
+            self._launch(bucket)
+            held.outputs.view(bucket).copy_from(self.outputs.view(bucket))
+            if events:
+                events[1].record()
+        held.busy = True
+        return Ticket(len(requests), bucket, slot, started, events)
+
+    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
+        if not self.on_gpu:
+            return None
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def is_done(self, ticket: Ticket) -> bool:
+        """Whether `collect` would not wait. Raises RuntimeError where the device has failed."""
+        return ticket.events is None or ticket.events[1].query()
+
+    def collect(self, ticket: Ticket) -> BeamResult:
+        """Wait for a batch's results. Its place is free for another one then, whatever happens."""
+        slot = self.slots[ticket.slot]
+        timings = {}
+        try:
+            if ticket.events:
+                ticket.events[1].synchronize()
+                timings["device"] = ticket.events[0].elapsed_time(ticket.events[1]) / 1e3
+            timings["engine"] = time.perf_counter() - ticket.started
+            return slot.outputs.view(ticket.bucket).to_result(ticket.requests, timings)
+        finally:
+            slot.busy = False
+
+    # a bucket
+
+    def capture(self, bucket: Bucket) -> None:
+        """Run a bucket once kernel by kernel, which compiles what it needs, then record it as a graph."""
+        try:
+            with self._on_stream():
+                if bucket not in self.warm:
+                    self._clear_inputs(bucket)
+                    self._run(bucket)
+                    self.warm.add(bucket)
+                if self.on_gpu and self.options.graphs and bucket not in self.graphs:
+                    torch.cuda.synchronize(self.device)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                        self._run(bucket)
+                    self.graphs[bucket] = graph
+        except torch.cuda.OutOfMemoryError as error:
+            raise EngineError(f"{bucket} does not fit the device's memory: {self.memory.describe()}") from error
+
+    def _clear_inputs(self, bucket: Bucket) -> None:
+        """One beam wide of the shortest history: valid whatever the catalog is."""
+        inputs = Inputs.view(self.inputs, bucket, self.weights.config.levels, len(self.weights.config.features))
+        for part in (inputs.history, inputs.lengths, inputs.features, inputs.filtered):
+            part.zero_()
+        inputs.beam_widths.fill_(bucket.beam)
+
+    def _launch(self, bucket: Bucket) -> None:
+        graph = self.graphs.get(bucket)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._run(bucket)
+
+    def _run(self, bucket: Bucket) -> None:
+        config = self.weights.config
+        inputs = Inputs.view(self.inputs, bucket, config.levels, len(config.features))
+        context = self.forward.context(inputs.history, inputs.lengths, inputs.features)
+        cache = self.forward.new_cache(bucket.batch, bucket.beam)
+        beam_counts = inputs.beam_widths.clamp(max=1)
+        ancestors: Tensor | None = None
+        beams: AdvancedBeams | None = None
+        for level in range(config.levels):
+            codes = None if beams is None else beams.codes
+            logits = self.forward.step(codes, level, context, cache, ancestors, beam_counts)
+            children = None if self.trie_buffers is None else self.trie_buffers.levels[level]
+            allowed = None if self.filters is None else self.filters.allowed(level, inputs)
+            is_last = level == config.levels - 1
+            beams = select(
+                logits, beams, beam_counts, children, allowed, inputs.beam_widths, bucket.beam, is_last, self.options
+            )
+            beam_counts = beams.counts
+            if not is_last:
+                ancestors = extend_ancestors(ancestors, beams.parents)
+        assert beams is not None
+        self.outputs.view(bucket).copy_from(Outputs(beams.nodes, beams.scores, beams.counts, beams.failed))
+
+    # the catalog
+
+    def swap_trie(self, trie: Trie) -> None:
+        """Decode within another trie from the next batch on; graphs are captured anew only if it outgrows its room."""
+        if any(slot.busy for slot in self.slots):
+            raise EngineError("a batch is on its way: collect it before swapping the catalog")
+        assert self.trie_buffers is not None
+        with self._on_stream():
+            if self.trie_buffers.fits(trie):
+                self.trie_buffers.load(trie)
+                self.trie = trie
+                return
+            captured = list(self.graphs)
+            self.graphs.clear()
+            self.warm.clear()
+            self.trie = trie
+            self._allocate()
+        for bucket in captured:
+            self.capture(bucket)

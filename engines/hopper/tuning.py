@@ -1,0 +1,69 @@
+"""Which shapes an engine runs, and the dispatch table for them: read from a file, or measured and written there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from loka_serve.engines.hopper.buckets import Buckets
+from loka_serve.engines.hopper.weights import DenseFeedForward, HopperWeights, Site
+from loka_serve.kernels.dispatch import Dispatch, Shape
+
+logger = logging.getLogger(__name__)
+
+
+def default_dispatch_file() -> Path:
+    """`dispatch.json` in the user's cache directory."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "loka_serve" / "dispatch.json"
+
+
+def shapes_of(weights: HopperWeights, buckets: Buckets) -> set[Shape]:
+    """Every dense linear at every number of rows that a bucket gives it."""
+    first = set(buckets.batches)
+    later = {batch * beam for batch in buckets.batches for beam in buckets.beams}
+    context = {batch * (items + 1) for batch in buckets.batches for items in buckets.contexts}
+    shapes = {_shape("linear", weights.context.projection, rows) for rows in context}
+    shapes |= {_shape(op, site, rows) for op, site in _decoder_sites(weights) for rows in first | later}
+    for level, head in enumerate(weights.heads):
+        shapes |= {_shape("linear_float32", head, rows) for rows in (later if level else first)}
+    return shapes
+
+
+def dispatch_for(weights: HopperWeights, buckets: Buckets, device: torch.device, path: Path | None = None) -> Dispatch:
+    """The table for an engine's shapes. What the file does not cover, or was measured elsewhere, is measured now."""
+    shapes, path = shapes_of(weights, buckets), path or default_dispatch_file()
+    if path.exists():
+        dispatch = Dispatch.load(path, device)
+        if dispatch.covers(shapes):
+            return dispatch
+    logger.info("dispatch: measuring %d shapes on %s; kept in %s", len(shapes), device, path)
+    dispatch = Dispatch.measure(shapes, device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dispatch.save(path)
+    except OSError as error:
+        logger.warning("dispatch: the table is not kept: %s", error)
+    return dispatch
+
+
+def _decoder_sites(weights: HopperWeights) -> Iterator[tuple[str, Site]]:
+    for layer in weights.layers:
+        for site in (layer.query, layer.cross_output, layer.qkv, layer.self_output):
+            yield "linear", site
+        feed_forward = layer.feed_forward
+        dense = feed_forward if isinstance(feed_forward, DenseFeedForward) else feed_forward.shared
+        if dense is not None:
+            yield "linear", dense.gate_up
+            yield "linear", dense.down
+        if not isinstance(feed_forward, DenseFeedForward):
+            yield "linear_float32", feed_forward.router
+
+
+def _shape(op: str, site: Site, rows: int) -> Shape:
+    n, k = site.weight.shape
+    return Shape(op, site.recipe, n, k, rows)
