@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .checks import check, check_allowed, check_children
 from .reference import AdvancedBeams, AllowedNodes, TrieLevel
 
 MAX_K = 1024
@@ -203,22 +204,13 @@ def score_candidates(
         )
     if beams * codes > MAX_COLUMNS:
         raise ValueError(f"logits: {beams} beams of {codes} codes are more than {MAX_COLUMNS} candidates")
-    _check("beam_counts", beam_counts, (batch,))
+    check("beam_counts", beam_counts, (batch,))
     if parent_scores is not None:
-        _check("parent_scores", parent_scores, (batch, beams), torch.float32)
-    _check_children(children, nodes, batch, beams)
-    if allowed is not None:
-        if children is None:
-            raise ValueError("allowed: filters need the trie's children")
-        _check("allowed.filtered", allowed.filtered, (batch,))
-        words = triton.cdiv(len(children.codes), 32)
-        bits = allowed.bits
-        if bits.dtype != torch.int32 or bits.ndim != 2 or len(bits) != batch or bits.shape[1] < words:
-            raise ValueError(f"allowed.bits: expected int32 [{batch}, at least {words}], got {bits.dtype} {bits.shape}")
-        if bits.stride(1) != 1 and bits.shape[1] > 1:
-            raise ValueError("allowed.bits: expected contiguous words")
+        check("parent_scores", parent_scores, (batch, beams), torch.float32)
+    check_children(children, nodes, batch, beams)
+    check_allowed(allowed, children, batch)
     out = logits.new_empty(batch, beams * codes, dtype=torch.float32) if out is None else out
-    _check("out", out, (batch, beams * codes), torch.float32)
+    check("out", out, (batch, beams * codes), torch.float32)
     if not rows or not codes:
         return out
     block = triton.next_power_of_2(codes) if codes <= MAX_IN_REGISTERS else CHUNK
@@ -262,12 +254,12 @@ def advance_beams(
     batch, k = values.shape
     if k > MAX_K:
         raise ValueError(f"values: k = {k}, expected at most {MAX_K}")
-    _check("values", values, (batch, k), torch.float32)
-    _check("indices", indices, (batch, k))
+    check("values", values, (batch, k), torch.float32)
+    check("indices", indices, (batch, k))
     beams = 0 if nodes is None else nodes.shape[1]
-    _check_children(children, nodes, batch, beams)
+    check_children(children, nodes, batch, beams)
     if failed is not None:
-        _check("failed", failed, (batch,))
+        check("failed", failed, (batch,))
     out_nodes, out_codes, out_parents = (torch.empty_like(indices) for _ in range(3))
     scores = torch.empty_like(values)
     if not k:
@@ -299,21 +291,3 @@ def advance_beams(
             num_warps=4,
         )
     return AdvancedBeams(out_nodes, out_codes, scores, out_parents, counts, out_failed)
-
-
-def _check_children(children: TrieLevel | None, nodes: Tensor | None, batch: int, beams: int) -> None:
-    if children is None:
-        return
-    _check("children.first_child", children.first_child, tuple(children.first_child.shape))
-    _check("children.codes", children.codes, tuple(children.codes.shape))
-    if nodes is None:
-        raise ValueError("nodes: expected the beams' nodes, since there are children")
-    _check("nodes", nodes, (batch, beams))
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected contiguous {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)} "
-            f"with strides {tensor.stride()}"
-        )
