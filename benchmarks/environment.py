@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch", "triton", "flashinfer-python", "sgl-deep-gemm", "numpy")
 
 
-def describe_environment() -> dict[str, Any]:
-    """GPU, driver, library versions, commit and the command line."""
+def describe_environment(commit: str | None = None) -> dict[str, Any]:
+    """GPU, driver, library versions, commit and the command line; pass the commit where git or its folder is not."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -24,7 +24,7 @@ def describe_environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "commit": commit or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
     }
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from .quantize.tilings import CANDIDATES, RowTiling, row_tiling
+
+ROW_COUNTS = (1, 8, 64, 512, 4096, 16384)
+"""Rows of an activation that kernels are timed at."""
+D_MODEL = 1408  # onerec-v2-4b-a0.5b
 
 L2_BYTES = 60 << 20  # of an H200; inputs rotate through more than that, so that no call finds its input cached
 
@@ -82,3 +90,49 @@ def time_us(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], repeats
         durations.append(1e3 * start.elapsed_time(end) / len(inputs))
     del kept
     return statistics.median(durations)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under torch.compile, with room for every variant: beyond a limit it would silently run eagerly."""
+    import torch._dynamo  # takes seconds, and only benchmarks need it
+
+    torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
+    return torch.compile(function)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
+    """Float32 values [rows, width] of E4M3 codes with a scale a row or a 1 x 128 block."""
+    wide = scale[:, None] if scale.ndim == 1 else scale.repeat_interleave(128, 1)[:, : codes.shape[1]]
+    return codes.float() * wide
+
+
+def scale_bytes(rows: int, width: int, block_scales: bool) -> int:
+    """Bytes of an activation's scales."""
+    return 4 * rows * (-(-width // 128) if block_scales else 1)
+
+
+def print_sweep(
+    op: str, shape: str, rows: int, width: int, traffic: float, call: Callable[..., Any], inputs: Sequence[Any]
+) -> None:
+    """Print a JSON line for each row tiling: `call(*one_input, tiling=tiling)`; `chosen` marks what the table has."""
+    for tiling in CANDIDATES:
+
+        def tiled(*arguments: Any, tiling: RowTiling = tiling) -> Any:
+            return call(*arguments, tiling=tiling)
+
+        us = time_us(tiled, inputs)
+        record = {
+            "op": op,
+            "shape": shape,
+            "rows": tiling.rows,
+            "warps": tiling.warps,
+            "us": round(us, 2),
+            "gb_per_s": round(traffic / us / 1e3, 1),
+            "chosen": tiling == row_tiling(rows, width),
+        }
+        print(json.dumps(record), flush=True)

@@ -33,7 +33,7 @@ from .workload import (
     run_gate_up,
 )
 
-TOKENS = (8, 64, 512, 4096, 16384)
+TOKENS = (1, 8, 64, 512, 4096, 16384)
 CHECKED_TOKENS, CHECKED_BLOCKS = 64, 4  # whose results are compared with the reference
 
 # Candidates of the sweep, for fewer and for more than 2,048 tokens.

@@ -24,4 +24,5 @@ def row_tiling(rows: int, width: int) -> RowTiling:
 
     The warps depend on the width alone: the sums of a row are added up in the same order whatever rows stand beside it.
     """
-    return RowTiling(1 if rows < MANY_ROWS else 4, 4 if width <= 2048 else 8)
+    several = 4 if width <= 2048 else 2 if width <= 4096 else 1  # more would not fit the registers
+    return RowTiling(1 if rows < MANY_ROWS else several, 4 if width <= 2048 else 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from loka_serve.kernels.quantize.tilings import RowTiling
 from loka_serve.kernels.swiglu_quantize import reference
 from tests.kernels.devices import DEVICE, assert_codes_close, compile_for_hopper, needs_triton
 
@@ -24,6 +25,8 @@ def test_equals_reference(rows: int, width: int, block_scales: bool) -> None:
     torch.testing.assert_close(scale, expected_scale, rtol=2**-7, atol=0)
     assert_codes_close(codes, expected_codes)
     torch.testing.assert_close(fused.swiglu(gate_up), reference.swiglu(gate_up), rtol=2**-7, atol=1e-6)
+    tiled_codes, tiled_scale = fused.swiglu_quantize(gate_up, block_scales, RowTiling(4, 4))
+    assert torch.equal(tiled_codes.float(), codes.float()) and torch.equal(tiled_scale, scale)
 
 
 def test_empty_and_wrong_inputs() -> None:
@@ -39,13 +42,13 @@ def test_empty_and_wrong_inputs() -> None:
 def test_compiles_for_hopper() -> None:
     from loka_serve.kernels.swiglu_quantize.triton import swiglu_kernel
 
-    strides = dict.fromkeys(("scale_row_stride", "scale_block_stride"), "i32")
+    strides = dict.fromkeys(("scale_row_stride", "scale_block_stride", "rows"), "i32")
     compile_for_hopper(
         swiglu_kernel,
         signature={"gate_up_ptr": "*bf16", "scale_ptr": "*fp32", **strides},
         configurations=[
-            {"WIDTH": width, "BLOCKS": blocks, "SCALES": scales, "out_ptr": out}
-            for width, blocks in ((1408, 16), (3840, 32))
+            {"WIDTH": width, "BLOCKS": blocks, "ROWS": rows, "SCALES": scales, "out_ptr": out}
+            for width, blocks, rows in ((1408, 16, 4), (3840, 32, 1))
             for scales, out in ((0, "*bf16"), (1, "*fp8e4nv"), (2, "*fp8e4nv"))
         ],
         num_warps=8,
