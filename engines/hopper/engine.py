@@ -47,7 +47,9 @@ class HopperEngine:
         check_catalog(bundle.catalog, bundle.config)
         self.limits, self.catalog = limits, bundle.catalog
         weights = pack_weights(bundle.load_model(self.device, torch.bfloat16, cache_weight=False))
-        dispatch = dispatch_for(weights, Buckets.of(limits, options), self.device, dispatch_file)
+        dispatch = None
+        if options.tune:
+            dispatch = dispatch_for(weights, Buckets.of(limits, options), self.device, dispatch_file)
         self.decoder = HopperDecoder(weights, bundle.catalog.trie, limits, self.device, options, dispatch)
 
     def warmup(self) -> None:

@@ -18,6 +18,7 @@ class HopperOptions:
         context_precision: in which keys and values of the context are read by attention: `bf16` or `fp8`.
         graphs: run every bucket as one CUDA graph, captured at warm-up; otherwise kernel by kernel.
         fused: quantize activations in the kernels that produce them; otherwise in kernels of their own.
+        tune: measure at load which library runs each linear, unless that is on file; otherwise take defaults.
         top_k: `radix`, our kernel, or `torch`, the library's, which breaks ties as it likes.
         batches, beams, contexts: sizes that graphs are captured for, ascending; empty: chosen from the limits.
         memory_share: part of the device's memory that weights and workspaces may fill.
@@ -28,6 +29,7 @@ class HopperOptions:
     context_precision: str = "bf16"
     graphs: bool = True
     fused: bool = True
+    tune: bool = True
     top_k: str = "radix"
     batches: tuple[int, ...] = ()
     beams: tuple[int, ...] = ()

@@ -15,6 +15,9 @@ from loka_serve.kernels.dispatch import Dispatch, Shape
 
 logger = logging.getLogger(__name__)
 
+ROW_GRID = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Numbers of rows that are measured; others take what the next larger one chose, those beyond what the last did."""
+
 
 def default_dispatch_file() -> Path:
     """`dispatch.json` in the user's cache directory."""
@@ -66,4 +69,5 @@ def _decoder_sites(weights: HopperWeights) -> Iterator[tuple[str, Site]]:
 
 def _shape(op: str, site: Site, rows: int) -> Shape:
     n, k = site.weight.shape
-    return Shape(op, site.recipe, n, k, rows)
+    measured = next((size for size in ROW_GRID if size >= rows), ROW_GRID[-1])
+    return Shape(op, site.recipe, n, k, measured)
