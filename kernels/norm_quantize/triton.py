@@ -42,9 +42,10 @@ def residual_norm_kernel(
         total = x.to(tl.bfloat16)
         tl.store(total_ptr + at, total, mask=inside)
         x = total.to(tl.float32)
-    gain = tl.load(gain_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    # Once a row, from the L1 cache: in another shape it would have another layout, and cross shared memory to match.
+    gain = tl.load(gain_ptr + tl.zeros_like(at) + column[None, :, :], mask=inside, other=0.0).to(tl.float32)
     mean_square = tl.sum(tl.sum(x * x, axis=2), axis=1) / WIDTH
-    normed = (x * tl.math.rsqrt(mean_square + eps)[:, None, None] * gain[None, :, :]).to(tl.bfloat16)
+    normed = (x * tl.math.rsqrt(mean_square + eps)[:, None, None] * gain).to(tl.bfloat16)
     if BOTH:
         tl.store(normed_ptr + at, normed, mask=inside)
     store_quantized_rows(normed, row, valid, out_ptr, scale_ptr, scale_row_stride, scale_block_stride, WIDTH, SCALES)
