@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..benchmarking import KernelRow, copies_beyond_l2, make_row, time_us
 from . import reference
-from .configurations import CANDIDATES, FEW_ROWS_CANDIDATES, TABLE, TABLE_FP8, Configuration
+from .configurations import CANDIDATES, FEW_ROWS_CANDIDATES, IN_USE, Configuration
 from .triton import beam_attention, beam_attention_fp8
 from .triton_context import clear_padding, quantize_context
 
@@ -170,9 +170,8 @@ def sweep() -> None:
                     except Exception as error:  # a candidate that does not fit is reported, not fatal
                         print(f"{shape} {precision} {candidate}: {type(error).__name__}: {str(error)[:100]}")
             for precision, found in times.items():
-                in_use = [chosen for _, chosen in (TABLE_FP8 if precision == "FP8" else TABLE)]
                 for us, candidate in sorted(found, key=lambda pair: pair[0]):
-                    mark = "*" if candidate in in_use else " "
+                    mark = "*" if candidate in IN_USE else " "
                     tflops = inputs[0].flops() / us / 1e6
                     print(f"{shape} {precision} {mark} {us:9.1f} us {tflops:7.1f} TFLOP/s {candidate}", flush=True)
 

@@ -46,7 +46,6 @@ def beam_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     start, end, _ = share_of_program(
         lengths_ptr, counts_ptr, batch, GROUPS, HEADS_PER_GROUP, BLOCK_M, BLOCK_N, SPLIT, MIN_BLOCKS
@@ -97,7 +96,6 @@ def beam_attention_kernel(
                     BLOCK_N,
                     WIDTH,
                     STAGES,
-                    AHEAD,
                 )
                 if last - first == blocks:
                     factor = 1.0 / row_sum
@@ -138,7 +136,7 @@ def beam_attention(
     """
     _check(query, keys, values, lengths, beam_counts)
     shared = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
-    block = _configuration(query, keys.shape[2], configuration, fp8=False)
+    block = _configuration(query, keys.shape[2], keys.shape[1], configuration)
 
     def describe(tensor: Tensor) -> TensorDescriptor:
         by_group = tensor.transpose(1, 2)
@@ -163,7 +161,7 @@ def beam_attention_fp8(
     """As `beam_attention` over the codes of `triton_context.quantize_context`, which need no clearing."""
     batch, groups, slots, width = context.keys.shape
     _check(query, context.keys.transpose(1, 2)[..., : query.shape[3]], None, lengths, beam_counts)
-    block = _configuration(query, groups, configuration, fp8=True)
+    block = _configuration(query, groups, slots, configuration)
     keys, values = (
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, *shape])
         for tensor, shape in (
@@ -182,8 +180,9 @@ def _multiprocessors(device: torch.device) -> int:
     return 4  # of Triton's interpreter: few, so that a share of the work spans several tiles
 
 
-def _configuration(query: Tensor, groups: int, configuration: Configuration | None, fp8: bool) -> Configuration:
-    return configuration or choose(query.shape[1] * query.shape[2] // groups, fp8)
+def _configuration(query: Tensor, groups: int, slots: int, configuration: Configuration | None) -> Configuration:
+    batch, beams, heads, _ = query.shape
+    return configuration or choose(beams * heads // groups, batch * groups, slots, _multiprocessors(query.device))
 
 
 def _launch(
@@ -216,7 +215,6 @@ def _launch(
     workspace = [torch.empty(*shape, device=query.device) for shape in ([*parts, width], parts, parts)]
     shape = {"GROUPS": groups, "HEADS_PER_GROUP": heads // groups, "HEAD_DIM": head_dim, "WIDTH": width, "FP8": fp8}
     blocks = {"MIN_BLOCKS": block.least_blocks, "BLOCK_M": block.block_rows, "BLOCK_N": block.block_slots}
-    options = {} if block.registers is None else {"maxnreg": block.registers}
     beam_attention_kernel[(programs,)](
         query,
         *operands,
@@ -232,9 +230,7 @@ def _launch(
         SHARED_VALUES=shared_values,
         SPLIT=split,
         STAGES=block.stages,
-        AHEAD=block.ahead,
         num_warps=block.warps,
-        **options,
     )
     if split:
         merge_kernel[(programs, triton.cdiv(block.block_rows, MERGE_ROWS))](

@@ -81,28 +81,19 @@ def attend(
     BLOCK_N: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """Blocks first..last of one tile: (weighted values, row maximum, row sum), scaled by 2**-maximum."""
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    REUSE: tl.constexpr = SHARED_VALUES and not (FP8 or AHEAD)
-    if AHEAD:
-        # Scores are computed one block ahead, so that tensor cores multiply while this block's exponentials are taken.
-        key = keys.load([request, group, first * BLOCK_N, 0]).reshape(BLOCK_N, WIDTH)
-        scores = tl.dot(query, key.T)
+    REUSE: tl.constexpr = SHARED_VALUES and not FP8
     for block in tl.range(first, last, num_stages=STAGES):
-        # What the last turn of AHEAD loads may lie beyond the length or the tensor (zeros); its scores are not used.
-        key = keys.load([request, group, (block + AHEAD) * BLOCK_N, 0]).reshape(BLOCK_N, WIDTH)
-        new_scores = tl.dot(query, key.T)
-        if not AHEAD:
-            scores = new_scores
+        key = keys.load([request, group, block * BLOCK_N, 0]).reshape(BLOCK_N, WIDTH)
         total, row_max, row_sum = add_block(
             total,
             row_max,
             row_sum,
-            scores,
+            tl.dot(query, key.T),
             scale,
             key,
             values,
@@ -116,6 +107,4 @@ def attend(
             BLOCK_N,
             WIDTH,
         )
-        if AHEAD:
-            scores = new_scores
     return total, row_max, row_sum

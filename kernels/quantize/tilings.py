@@ -16,13 +16,10 @@ class RowTiling:
 CANDIDATES = tuple(RowTiling(rows, warps) for rows in (1, 2, 4, 8) for warps in (1, 2, 4, 8) if rows <= warps)
 """What the benchmarks' sweeps try."""
 
-MANY_ROWS = 2048
-
 
 def row_tiling(rows: int, width: int) -> RowTiling:
-    """The tiling for so many rows: one a program until the device is full, then several, with more loads in flight.
+    """One row a program whatever their number, so that a row's sums never depend on what stands beside it.
 
-    The warps depend on the width alone: the sums of a row are added up in the same order whatever rows stand beside it.
+    Of the candidates the fastest, or within 2 % of it, from 512 to 16,384 rows of 1,408 on an H200.
     """
-    several = 4 if width <= 2048 else 2 if width <= 4096 else 1  # more would not fit the registers
-    return RowTiling(1 if rows < MANY_ROWS else several, 4 if width <= 2048 else 8)
+    return RowTiling(1, 2 if width <= 2048 else 4 if width <= 4096 else 8)

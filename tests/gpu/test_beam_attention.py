@@ -9,13 +9,11 @@ from loka_serve.kernels.beam_attention import reference
 from loka_serve.kernels.beam_attention.configurations import (
     CANDIDATES,
     FEW_ROWS_CANDIDATES,
-    TABLE,
-    TABLE_FP8,
+    IN_USE,
     Configuration,
 )
 from loka_serve.kernels.self_attention import reference as self_reference
 
-IN_USE = dict.fromkeys(configuration for _, configuration in TABLE + TABLE_FP8)
 EVERY = list(dict.fromkeys([*IN_USE, *CANDIDATES, *FEW_ROWS_CANDIDATES]))
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -46,11 +44,11 @@ def inputs(
     return query, keys, keys if shared else values, ragged[0], ragged[1]
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
+def close(found: torch.Tensor, expected: torch.Tensor, relative: float, largest: float) -> None:
     """Outputs are averages of about a thousand values, so a bound on the whole is tighter than one on each."""
     assert found.isfinite().all()
     assert (found.float() - expected.float()).norm() <= relative * expected.float().norm()
-    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=largest)
 
 
 def check(tensors: Inputs, configuration: Configuration | None) -> None:
@@ -66,11 +64,12 @@ def check(tensors: Inputs, configuration: Configuration | None) -> None:
         clear_padding(tensor, lengths)
     # BF16 keeps 8 bits of a probability and of a result: 2**-9 each at most, less in the mean.
     found = beam_attention(query, keys, values, lengths, counts, configuration=configuration)
-    close(found, reference.beam_attention(query, keys, values, lengths, counts), 2**-8)
+    close(found, reference.beam_attention(query, keys, values, lengths, counts), 2**-8, 2**-6)
     # Same rounding in kernel and reference, but tensor cores sum FP8 products in about 14 bits: scores move by 1e-3,
-    # and one probability in 50 to the next of E4M3's numbers, 6 % away: 0.06 / sqrt(50) of the whole.
+    # and one probability in 50 to the next of E4M3's numbers, 6 % away: 0.06 / sqrt(50) of the whole. A context of 77
+    # slots may have a probability of 0.2, which then moves a single result by 0.06 * 0.2 * 2.5.
     found = beam_attention_fp8(query, context, lengths, counts, configuration=configuration)
-    close(found, reference.beam_attention_fp8(query, context, lengths, counts), 2**-6)
+    close(found, reference.beam_attention_fp8(query, context, lengths, counts), 2**-6, 2**-5)
 
 
 @pytest.mark.parametrize("configuration", EVERY, ids=str)
@@ -106,7 +105,7 @@ def test_whole_tiles_do_not_depend_on_the_batch() -> None:
     tensors = inputs([3001, 700, 1999], [512, 130, 64], heads=11, groups=11)
     clear_padding(tensors[1], tensors[3])
     for chosen in IN_USE:
-        whole = Configuration(chosen.block_rows, chosen.block_slots, chosen.warps, chosen.stages, chosen.ahead, 0)
+        whole = Configuration(chosen.block_rows, chosen.block_slots, chosen.warps, chosen.stages, 0)
         together = beam_attention(*tensors, configuration=whole)
         for row in range(3):
             query, keys, values, lengths, counts = (tensor[row : row + 1] for tensor in tensors)

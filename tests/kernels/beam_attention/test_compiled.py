@@ -45,15 +45,14 @@ def variant(configuration: Configuration, fp8: bool, shared: bool, heads_per_gro
             "BLOCK_M": configuration.block_rows,
             "BLOCK_N": configuration.block_slots,
             "STAGES": configuration.stages,
-            "AHEAD": configuration.ahead,
         },
-        "options": {"num_warps": configuration.warps}
-        | ({} if configuration.registers is None else {"maxnreg": configuration.registers}),
+        "options": {"num_warps": configuration.warps},
     }
 
 
-def assert_fits(code: MachineCode, configuration: Configuration) -> None:
-    programs = max(configuration.programs_per_sm, 1)
+def assert_fits(code: MachineCode, configuration: Configuration, shared: bool) -> None:
+    # Values apart from keys take twice the room: one program at a time is right, only slower.
+    programs = max(configuration.programs_per_sm, 1) if shared else 1
     assert code.shared_memory <= SHARED_MEMORY_OF_A_PROGRAM
     assert programs * (code.shared_memory + RESERVED) <= SHARED_MEMORY
     # Registers are given out by 8 a thread.
@@ -75,16 +74,15 @@ def assert_warpgroup_products(code: MachineCode, fp8: bool) -> None:
 def test_configurations_in_use(fp8: bool) -> None:
     from loka_serve.kernels.beam_attention.triton import beam_attention_kernel
 
-    table = [configuration for _, configuration in (configurations.TABLE_FP8 if fp8 else configurations.TABLE)]
-    # Where scores are a block ahead, keys are loaded again as values, be they shared or not.
-    cases = [(one, shared) for one in table for shared in (True, False) if not shared or not (fp8 or one.ahead)]
+    # The codes of values are laid out otherwise than those of keys, so that they are never shared.
+    cases = [(one, shared) for one in configurations.IN_USE for shared in (True, False) if not (fp8 and shared)]
     variants = [variant(configuration, fp8, shared) for configuration, shared in cases]
     for (configuration, shared), code in zip(cases, machine_code(beam_attention_kernel, variants), strict=True):
         print(configuration, "keys are values" if shared else "", code.registers, code.stack, code.shared_memory)
-        assert_fits(code, configuration)
+        assert_fits(code, configuration, shared)
         assert code.instructions["UTMALDG"] >= 2
         # Around the loop a few numbers may be kept aside, once a tile.
-        assert code.stack <= 128
+        assert code.stack <= 160
         if configuration.block_rows >= 64:
             assert_warpgroup_products(code, fp8)
         else:
@@ -95,11 +93,11 @@ def test_grouped_heads_and_the_merge() -> None:
     from loka_serve.kernels.beam_attention.triton import MERGE_ROWS, beam_attention_kernel
     from loka_serve.kernels.beam_attention.triton_schedule import merge_kernel
 
-    chosen = configurations.MANY_ROWS
+    chosen = configurations.SPLIT_TILES
     (code,) = machine_code(beam_attention_kernel, [variant(chosen, False, True, heads_per_group=11)])
-    assert_fits(code, chosen)
+    assert_fits(code, chosen, True)
     assert_warpgroup_products(code, False)
-    main = variant(configurations.MANY_ROWS_FP8, True, True)
+    main = variant(configurations.SPLIT_TILES, True, True)
     merge = {
         "signature": {name: main["signature"].get(name, "") for name in merge_kernel.arg_names},
         "constants": {name: main["constants"][name] for name in merge_kernel.arg_names if name in main["constants"]}

@@ -18,12 +18,12 @@ TOLERANCE = {"rtol": 2**-7, "atol": 2**-8}
 # The reference rounds as the kernel does; sums in another order move a value across a tie now and then.
 FP8_TOLERANCE = {"rtol": 2**-7, "atol": 2**-9}
 
-WHOLE_TILES = Configuration(block_rows=16, block_slots=32, warps=4, stages=2, ahead=False, programs_per_sm=0)
+WHOLE_TILES = Configuration(block_rows=16, block_slots=32, warps=4, stages=2, programs_per_sm=0)
 CONFIGURATIONS = {
     "whole tiles": WHOLE_TILES,
-    "whole tiles, ahead": Configuration(64, 64, 4, 2, True, 0),
-    "split": Configuration(16, 32, 4, 2, False, 1),
-    "split in single blocks": Configuration(16, 32, 4, 2, True, 5, least_blocks=1),
+    "whole tiles, a warpgroup": Configuration(64, 64, 4, 2, 0),
+    "split": Configuration(16, 32, 4, 2, 1),
+    "split in single blocks": Configuration(16, 32, 4, 2, 5, least_blocks=1),
 }
 # (batch, beams, heads, groups, head_dim, slots), lengths, beam counts
 SHAPES: dict[str, tuple[tuple[int, ...], list[int], list[int]]] = {
