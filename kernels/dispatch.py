@@ -20,7 +20,7 @@ from .linear.workload import time_implementations
 logger = logging.getLogger(__name__)
 
 OUT_DTYPES = {"linear": torch.bfloat16, "linear_float32": torch.float32}
-"""The operations that are measured, and what they give; `grouped_linear` has the one implementation `triton`."""
+"""The operations that are measured, and what they give."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,6 @@ class Dispatch:
 
         Raises ValueError for an operation or a recipe that does not exist.
         """
-        if op == "grouped_linear":
-            return "triton"
         out_dtype = _out_dtype(op)
         default = default_implementation(recipe, rows, n, k, self.device, out_dtype)
         entry = self.entry(op, recipe, n, k, rows)
@@ -181,7 +179,7 @@ class Dispatch:
             return default
         # Tilings compute any number of rows; of the libraries, some take what the bucket has but not these rows.
         usable = implementations_for(recipe, rows, n, k, self.device, out_dtype)
-        return next((name for name in entry.us if name in usable or name.startswith(("triton_", "grouped_"))), default)
+        return next((name for name in entry.us if name in usable or name.startswith("triton_")), default)
 
 
 def _time(shape: Shape, device: torch.device) -> dict[str, float]:
@@ -193,7 +191,7 @@ def _time(shape: Shape, device: torch.device) -> dict[str, float]:
 
 def _out_dtype(op: str) -> torch.dtype:
     if op not in OUT_DTYPES:
-        raise ValueError(f"op: expected grouped_linear or one of {', '.join(OUT_DTYPES)}, got {op!r}")
+        raise ValueError(f"op: expected one of {', '.join(OUT_DTYPES)}, got {op!r}")
     return OUT_DTYPES[op]
 
 

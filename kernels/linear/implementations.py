@@ -1,7 +1,7 @@
 """Every way to compute a dense linear, by name: `linear` runs one, `implementations_for` says which can run.
 
 `reference` (any device), `torch` and, for fp8_row, `torch_fast`, `deep_gemm`, `triton_<rows>x<columns>` (the tiles of
-a program of `triton.py`), `grouped_<rows>` (the MoE's kernel with one expert, for many rows).
+a program of `triton.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def linear(
         weight_scale: float32 [N], or [ceil(N / 128), ceil(K / 128)]; in the layout of `weight_scale_for` it is read
             in place, otherwise some implementations copy it first.
         implementation: one of `implementations_for`.
-        out_dtype: torch.bfloat16, or torch.float32, which deep_gemm (for fp8_block) and grouped_* do not give.
+        out_dtype: torch.bfloat16, or torch.float32, which deep_gemm (for fp8_block) does not give.
 
     Raises:
         ValueError: for operands that do not fit together, an unknown implementation, or one that cannot do this.
@@ -52,19 +52,11 @@ def linear(
         return torch_linear(x, scale, weight, weight_scale, out_dtype, implementation == "torch_fast")
     if implementation == "deep_gemm":
         return deep_gemm_linear(x, scale, weight, weight_scale, out_dtype)
-    if implementation.startswith("grouped_"):
-        from ..moe.experts import expert_linear
-        from .tilings import GROUPED_TILINGS
-
-        if implementation not in GROUPED_TILINGS or out_dtype != torch.bfloat16:
-            raise ValueError(f"implementation: {implementation} does not exist or does not give {out_dtype}")
-        of_expert = None if weight_scale is None else weight_scale.contiguous()[None]
-        return expert_linear(x, scale, weight[None], of_expert, None, GROUPED_TILINGS[implementation])
     if implementation.startswith("triton_"):
-        from .tilings import tilings_of
+        from .tilings import TILINGS
         from .triton import triton_linear
 
-        tiling = tilings_of(recipe).get(implementation)
+        tiling = TILINGS.get(implementation)
         if tiling is not None:
             return triton_linear(x, scale, weight, weight_scale, tiling, out_dtype)
     raise ValueError(f"implementation: no {implementation!r} for {recipe}")
@@ -91,11 +83,9 @@ def implementations_for(
     if recipe == "fp8_block" and out_dtype != torch.bfloat16 and "deep_gemm" in names:
         names.remove("deep_gemm")
     if _triton_takes(recipe, device):
-        from .tilings import GROUPED_TILINGS, tilings_of
+        from .tilings import TILINGS
 
-        names += [name for name, tiling in tilings_of(recipe).items() if tiling.rows[0] <= rows <= tiling.rows[1]]
-        if out_dtype == torch.bfloat16:
-            names += [name for name, tiling in GROUPED_TILINGS.items() if rows > 2 * tiling.block_m]
+        names += [name for name, tiling in TILINGS.items() if tiling.rows[0] <= rows <= tiling.rows[1]]
     return tuple(names) or ("reference",)
 
 
@@ -109,7 +99,7 @@ def default_implementation(
 def weight_scale_for(implementation: str, weight_scale: Tensor | None) -> Tensor | None:
     """The scales of a weight laid out so that the implementation reads them in place; for load time.
 
-    All implementations take all layouts, but torch pads unpadded block scales, and DeepGEMM and grouped_* unpad
+    All implementations take all layouts, but torch pads unpadded block scales, and DeepGEMM unpads
     padded ones, at every call.
     """
     if weight_scale is None or weight_scale.ndim == 1:

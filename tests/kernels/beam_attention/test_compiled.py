@@ -67,7 +67,7 @@ def assert_warpgroup_products(code: MachineCode, fp8: bool) -> None:
     # Probabilities go from the first product to the second in registers; the shuffles are the rows' maxima and sums.
     assert code.loop["STS"] == code.loop["LDS"] == 0
     assert code.loop["SHFL"] <= 8
-    # FP8 in the split schedule is at the limit of registers: three numbers are read back, and it is fastest all the same.
+    # FP8 in the split schedule is at the limit of registers: it reads three numbers back, and is fastest all the same.
     assert code.loop["STL"] == 0 and code.loop["LDL"] <= 4
 
 
