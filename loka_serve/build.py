@@ -40,6 +40,7 @@ from loka_serve.config import BuildConfig
 from loka_serve.cores import default_threads
 from loka_serve.engines import ENGINES
 from loka_serve.engines.base import EngineLimits, EngineRequest
+from loka_serve.engines.hopper.support import check_limits, check_model, check_plan
 from loka_serve.engines.reference import ReferenceEngine
 from loka_serve.errors import EngineError, LokaError
 from loka_serve.gate import GateResult, compare, recommend_items
@@ -49,7 +50,7 @@ from loka_serve.models.onerec_v2 import OneRecV2
 from loka_serve.probe.collect import collect
 from loka_serve.probe.histories import known_targets, sample_histories, to_request
 from loka_serve.probe.report import SiteReport, costliest_sites, format_bytes, format_table, weight_bytes_ratio
-from loka_serve.probe.run import probe_and_quantize
+from loka_serve.probe.run import AUTO, probe_and_quantize
 from loka_serve.quantization.methods import SiteMethod
 from loka_serve.quantization.plan import PrecisionPlan
 from loka_serve.quantization.recipes import RECIPES, State
@@ -102,6 +103,8 @@ def build(config: BuildConfig) -> BuildOutcome:
     device = _device(config.device)
     inputs = _read_inputs(config)
     limits = EngineLimits(config.batch, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels)
+    if config.engine == "hopper":
+        check_hopper(inputs.model, limits, config.recipe)
     top_k = min(config.gate_top_k, inputs.model.beam_width)
     bar = _Bars(config.quiet)
 
@@ -124,6 +127,8 @@ def build(config: BuildConfig) -> BuildOutcome:
 
             _write_parameters(model, writer)
             sites = probe_and_quantize(model, observed, config.recipe, store, progress)
+        if config.engine == "hopper":
+            check_plan(PrecisionPlan({site.name: site.choice.recipe for site in sites}))
         del model
         gc.collect()
         _write_descriptions(stage, inputs, sites)
@@ -139,6 +144,15 @@ def build(config: BuildConfig) -> BuildOutcome:
         destination = config.out if gate.passed else rejected
         publish(stage, destination)
     return BuildOutcome(destination, sites, gate, time.monotonic() - started)
+
+
+def check_hopper(model: OneRecV2Config, limits: EngineLimits, recipe: str) -> None:
+    """Raises EngineError, before any weight is read, where the hopper engine would refuse the bundle."""
+    check_model(model)
+    check_limits(model, limits)
+    if recipe != AUTO:
+        with torch.device("meta"):
+            check_plan(PrecisionPlan.uniform(OneRecV2(model).sites(), recipe))
 
 
 def run_as_bf16(model: OneRecV2, cache_weight: bool) -> None:

@@ -127,6 +127,20 @@ def test_amazon_catalog_and_histories_as_they_are(amazon_industrial: Path, tmp_p
     assert bundle.catalog.item_count == 3686 and bundle.gate["top_k_overlap"] > 0.8
 
 
+def test_what_the_hopper_engine_would_refuse_is_not_built(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for recipe, site in (("int8_row", "context.projection"), ("fp8_row", "layers.1.moe.down")):
+        assert build(folder, tmp_path / "bundle", "--engine", "hopper", "--recipe", recipe) == EXIT_ERROR
+        assert f"error: site {site}: recipe {recipe}: the hopper engine runs" in capsys.readouterr().err
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_bundle_for_the_hopper_engine(folder: Path, tmp_path: Path) -> None:
+    assert build(folder, tmp_path / "bundle", "--engine", "hopper") == 0
+    assert Bundle.load(tmp_path / "bundle").engine == "hopper"
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [

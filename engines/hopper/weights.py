@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka_serve.engines.hopper.support import RECIPES, check_expert_recipes
+from loka_serve.engines.hopper.support import RECIPES, check_expert_recipe
 from loka_serve.errors import EngineError
 from loka_serve.kernels.moe.reference import ExpertWeights
 from loka_serve.models.config import OneRecV2Config
@@ -158,7 +158,7 @@ def _dense(module: SwiGLU, name: str) -> DenseFeedForward:
 def _sparse(module: SparseMoE, name: str) -> SparseFeedForward:
     gate_up_recipe, gate_up, gate_up_scale = _take(module.gate_up, f"{name}.gate_up")
     down_recipe, down, down_scale = _take(module.down, f"{name}.down")
-    check_expert_recipes(f"{name}.down", gate_up_recipe, down_recipe)
+    check_expert_recipe(f"{name}.down", down_recipe)
     shared = None if module.shared is None else _dense(module.shared, f"{name}.shared")
     if shared is not None and _joins(shared, (gate_up_recipe, gate_up), (down_recipe, down)):
         gate_up, gate_up_scale = _join(gate_up, gate_up_scale, shared.gate_up)
