@@ -1,0 +1,64 @@
+"""Shapes that are measured, and the file that keeps what was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from loka_serve.engines.hopper import tuning  # noqa: E402
+from loka_serve.engines.hopper.buckets import Buckets  # noqa: E402
+from loka_serve.engines.hopper.weights import HopperWeights, pack_weights  # noqa: E402
+from loka_serve.kernels.dispatch import Dispatch, Entry, Shape  # noqa: E402
+from loka_serve.models.config import PRESETS  # noqa: E402
+from loka_serve.models.onerec_v2 import OneRecV2  # noqa: E402
+
+BUCKETS = Buckets((1, 8), (16, 512), (64,))
+
+
+@pytest.fixture(scope="module")
+def weights() -> HopperWeights:
+    return pack_weights(OneRecV2(PRESETS["tiny"]).initialize(0))
+
+
+def test_shapes_cover_every_dense_site_at_rows_of_the_grid(weights: HopperWeights) -> None:
+    shapes = tuning.shapes_of(weights, BUCKETS)
+    assert {shape.rows for shape in shapes} <= set(tuning.ROW_GRID)
+    query = {shape.rows for shape in shapes if (shape.n, shape.k, shape.op) == (64, 64, "linear")}
+    assert query == {1, 8, 32, 128, 512, 4096}  # 1 and 8 at first, then times 16 and 512
+    heads = {shape.rows for shape in shapes if shape.n == 256 and shape.op == "linear_float32"}
+    assert heads == query
+    assert {shape.rows for shape in shapes if shape.n == 128 and shape.k == 64} >= {128, 1024}  # 65 and 520 slots
+
+
+def test_a_table_on_file_is_taken_only_if_it_covers_the_shapes(
+    weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[set[Shape]] = []
+
+    def measure(shapes: set[Shape], device: torch.device) -> Dispatch:
+        measured.append(set(shapes))
+        table = Dispatch.unmeasured(device)
+        return Dispatch(device, table.environment, {shape: Entry({"reference": 1.0}, None) for shape in shapes})
+
+    monkeypatch.setattr(Dispatch, "measure", measure)
+    path, device = tmp_path / "new" / "dispatch.json", torch.device("cpu")
+    first = tuning.dispatch_for(weights, BUCKETS, device, path)
+    assert measured == [tuning.shapes_of(weights, BUCKETS)] and path.exists()
+    assert tuning.dispatch_for(weights, BUCKETS, device, path).entries == first.entries and len(measured) == 1
+    tuning.dispatch_for(weights, Buckets((1, 32), (512,), (64,)), device, path)
+    assert len(measured) == 2
+    path.write_text("{")
+    tuning.dispatch_for(weights, BUCKETS, device, path)
+    assert len(measured) == 3
+
+
+def test_a_place_that_cannot_be_written_costs_only_the_file(
+    weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device: Dispatch.unmeasured(device))
+    (tmp_path / "file").write_text("")
+    tuning.dispatch_for(weights, BUCKETS, torch.device("cpu"), tmp_path / "file" / "dispatch.json")
+    assert "the table is not kept" in caplog.text
