@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from examples.groceries.contexts import BASKET_ITEMS, basket_items_index
-from examples.groceries.prepare import OPEN_BASKET_FEATURE, OPEN_BASKET_VALUES, Sequences
+from examples.groceries.contexts import basket_items_index
+from examples.groceries.open_basket import BASKET_ITEMS, OPEN_BASKET
+from examples.groceries.prepare import Sequences
 from examples.groceries.purchases import DEMOGRAPHICS
 from loka_serve.models.config import FeatureConfig
 
@@ -55,7 +56,7 @@ def feature_configs(sequences: Sequences, counted: bool = False) -> tuple[Featur
     for name in DEMOGRAPHICS:
         values = sorted({features[name] for features in sequences.features if name in features})
         columns.append(FeatureConfig(name, tuple(values)))
-    features = (FeatureConfig(OPEN_BASKET_FEATURE, OPEN_BASKET_VALUES), *columns)
+    features = (OPEN_BASKET, *columns)
     return (*features, BASKET_ITEMS) if counted else features
 
 

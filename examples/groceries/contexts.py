@@ -12,27 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka_serve.models.config import FeatureConfig
+from examples.groceries.open_basket import BASKET_ITEM_BOUNDS, BASKET_ITEMS
 from loka_serve.models.onerec_v2 import Context, OneRecV2
 
-# Lower bounds of the feature's values: exact where it is easy to count back, ranges beyond. With "missing" there are 40
-# slots, so that a context of 1024 items has a multiple of 8 slots, which attention kernels like.
-BASKET_ITEM_BOUNDS = (*range(32), 32, 36, 42, 50, 60, 76, 100)
-
-
-def _value(lower: int, following: int | None) -> str:
-    if following is None:
-        return f"{lower}+"
-    return str(lower) if following == lower + 1 else f"{lower}-{following - 1}"
-
-
-BASKET_ITEMS = FeatureConfig(
-    "open_basket_items",
-    tuple(
-        _value(lower, following)
-        for lower, following in zip(BASKET_ITEM_BOUNDS, (*BASKET_ITEM_BOUNDS[1:], None), strict=True)
-    ),
-)
 SLOTS = len(BASKET_ITEMS.values) + 1
 
 

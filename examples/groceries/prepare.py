@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.groceries import semantic_ids as derivation
+from examples.groceries.open_basket import OPEN_BASKET, open_basket_features
 from examples.groceries.purchases import (
     GroceriesError,
     Product,
@@ -37,10 +38,7 @@ SEMANTIC_IDS = Path(__file__).parent / "semantic_ids.npy"
 # Weights of the parts of an item's embedding (each part has unit rows): co-purchase in a basket, purchase by the same
 # households, and the product hierarchy.
 EMBEDDING_WEIGHTS = {"baskets": 1.0, "households": 0.6, "type": 0.6, "category": 0.5, "department": 0.3, "brand": 0.2}
-# A request may say that the history ends inside a basket, and how the items of a basket are ordered. Without it the
-# model recommends for the next basket.
-OPEN_BASKET_FEATURE = "open_basket"
-OPEN_BASKET_VALUES = ("product_number_order", "any_order")
+REQUESTS = ("next_basket", *OPEN_BASKET.values)  # what the histories ask for, in turn
 
 
 @dataclass(frozen=True)
@@ -188,20 +186,29 @@ def catalog_rows(sequences: Sequences, products: list[Product]) -> Iterator[dict
 
 
 def history_rows(sequences: Sequences) -> Iterator[dict[str, Any]]:
-    """One JSON object per household: everything before its last basket, and that basket as the target.
+    """One JSON object per household; they ask in turn for what REQUESTS names.
 
-    Items of one basket come in the seeded random order: they share a time, and product numbers mean nothing to a shop.
+    The next basket: everything before the last one, and that as the target. An open basket: the history ends inside the
+    basket before the last one, after a seeded number of items, and the rest of it is the target; the features say so.
+    Items of one basket come in the seeded random order where product numbers are not asked for: they share a time.
     """
-    ids = sequences.product_ids
+    ids, generator = sequences.product_ids, np.random.default_rng(SEED)
     for household, (start, end) in enumerate(
         zip(sequences.household_offsets[:-1], sequences.household_offsets[1:], strict=True)
     ):
-        items, last = sequences.random_items[start:end], sequences.from_the_end[start:end] == 0
+        request, from_the_end = REQUESTS[household % len(REQUESTS)], sequences.from_the_end[start:end]
+        items = (sequences.items if request == "product_number_order" else sequences.random_items)[start:end]
+        features = dict(sequences.features[household])
+        basket = 1 if request in OPEN_BASKET.values and (from_the_end == 1).any() else 0
+        first, size = int((from_the_end > basket).sum()), int((from_the_end == basket).sum())
+        filled = int(generator.integers(size)) if basket else 0
+        if basket:
+            features |= open_basket_features(request, filled)
         yield {
             "user_id": str(sequences.household_ids[household]),
-            "history": [str(ids[item]) for item in items[~last]],
-            "target": [str(ids[item]) for item in items[last]],
-            "features": dict(sequences.features[household]),
+            "history": [str(ids[item]) for item in items[: first + filled]],
+            "target": [str(ids[item]) for item in items[first + filled : first + size]],
+            "features": features,
         }
 
 

