@@ -20,10 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from examples.groceries.open_basket import OPEN_BASKET, open_basket_features
+
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"
 HISTORY_SHOWN = 8
 ITEMS_SHOWN = 8
+BASKET_ITEMS_SHOWN = 3
 LATENCY_REQUESTS = 200
 CLIENTS = 4
 
@@ -99,8 +102,16 @@ def show(title: str, answer: dict[str, Any]) -> None:
     print(f"  [{usage['total_ms']:.1f} ms, of which engine {usage['engine_ms']:.1f} ms; beam {usage['beam_width']}]")
 
 
+def shown_household(households: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first household whose history asks for the next basket, and that bought a few items in it."""
+    for household in households:
+        if OPEN_BASKET.name not in household["features"] and len(household["target"]) > BASKET_ITEMS_SHOWN:
+            return household
+    raise DemoError("no history asks for the next basket")
+
+
 def recommend_to_household(client: Client, household: dict[str, Any], names: dict[str, str]) -> None:
-    """The three questions of the demo: plain, with a department filter, with exclusions."""
+    """The four questions of the demo: plain, with a department filter, with exclusions, inside an open basket."""
     history = household["history"]
     print(f"\nHousehold {household['user_id']}, {len(history)} purchases; the last {HISTORY_SHOWN}:")
     for item in history[-HISTORY_SHOWN:]:
@@ -124,6 +135,17 @@ def recommend_to_household(client: Client, household: dict[str, Any], names: dic
     show('The same with "exclude" of the first three recommendations:', excluded)
     if {item["item_id"] for item in excluded["items"]} & set(first):
         raise DemoError("an excluded item was recommended")
+    basket = household["target"][:BASKET_ITEMS_SHOWN]
+    inside = open_basket_features("any_order", len(basket))
+    answer = client.recommend(
+        {**body, "history": history + basket, "features": {**body["features"], **inside}, "exclude": basket}
+    )
+    print(f'\nIt has begun its next basket, "features": {json.dumps(inside)}, "exclude" of these:')
+    for item in basket:
+        print(f"            {names[item]}")
+    show("Recommended to go with them:", answer)
+    if {item["item_id"] for item in answer["items"]} & set(basket):
+        raise DemoError("what is in the basket was recommended")
 
 
 def measure_latency(port: int, households: list[dict[str, Any]]) -> None:
@@ -133,7 +155,14 @@ def measure_latency(port: int, households: list[dict[str, Any]]) -> None:
         client, milliseconds = Client(port), []
         for household in households[start:LATENCY_REQUESTS:CLIENTS]:
             begun = time.perf_counter()
-            client.recommend({"history": household["history"], "num_items": 10, "beam_width": 32})
+            client.recommend(
+                {
+                    "history": household["history"],
+                    "features": household["features"],
+                    "num_items": 10,
+                    "beam_width": 32,
+                }
+            )
             milliseconds.append(1e3 * (time.perf_counter() - begun))
         return milliseconds
 
@@ -177,7 +206,7 @@ def demo(work_dir: Path, port: int, keep: bool) -> None:
     try:
         names = {row["item_id"]: row["name"] for row in read_lines(data / "catalog.jsonl")}
         households = read_lines(data / "histories.jsonl")
-        recommend_to_household(Client(port), households[0], names)
+        recommend_to_household(Client(port), shown_household(households), names)
         measure_latency(port, households)
         if keep:
             print(f"\nServing on http://127.0.0.1:{port} (docs at /docs); Ctrl-C stops it.", flush=True)
