@@ -1,4 +1,4 @@
-"""Exact, sorted top-k against torch.topk and, where it is installed, FlashInfer."""
+"""Exact, sorted top-k against torch.topk and, where it is installed, FlashInfer; sweep.py has the configurations."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
 """Radix top-k on a CUDA device: one pass over device memory, exact and sorted. The kernels are in radix_topk.cu.
 
-Short rows are held in shared memory by one block each. Long rows are sampled for a threshold that slightly more than k
-elements reach, collected against it in one pass, and selected among the collected; a row where the guess fails is read
-again. Nothing synchronises with the host, so a call can be captured in a CUDA graph.
+Short rows are held in registers, one by a block at a time. Long rows are sampled for a threshold that slightly more
+than k elements reach, collected against it in one pass, and selected among the collected; a row where the guess fails
+is read again. Nothing synchronises with the host, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,23 +27,28 @@ MIN_STRETCH = 64  # a long row gives one sampled run of 32 elements for each str
 
 @dataclass(frozen=True)
 class Configuration:
-    """Compile-time shape of a kernel: threads a block, keys a thread, candidates, blocks to fit a multiprocessor."""
+    """Compile-time shape of a kernel: threads a block, elements a thread, candidates, blocks to fit a multiprocessor.
+
+    Attributes:
+        group: neighbours of which topk_short_rows takes a maximum.
+        resident: whether topk_short_rows starts only the blocks that fit at once, each for many rows.
+    """
 
     threads: int
     items: int
     capacity: int
     blocks_per_sm: int
     log2_bins: int = 11
+    group: int = 4
+    resident: bool = False
 
     @property
     def columns(self) -> int:
         return self.threads * self.items
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of topk_short_rows: struct Scratch, the gathered candidates and the row's keys."""
-        scratch = 8 * self.capacity + 2 * 4 * (1 << self.log2_bins) + 2 * 4 * (self.threads // 32) + 16
-        return -(-scratch // 16) * 16 + 8 * self.capacity + 4 * self.columns
+    def holds(self, columns: int, k: int) -> bool:
+        """Whether topk_short_rows takes such rows."""
+        return columns <= self.columns and 2 * k <= self.capacity
 
     def definitions(self) -> tuple[tuple[str, int], ...]:
         return (
@@ -51,28 +57,34 @@ class Configuration:
             ("CAPACITY", self.capacity),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
             ("LOG2_BINS", self.log2_bins),
+            ("GROUP", self.group),
+            ("RESIDENT", int(self.resident)),
         )
 
 
 # Smallest first: a row goes to the first configuration that holds it.
 SHORT_ROWS = (
     Configuration(threads=256, items=4, capacity=1024, blocks_per_sm=6),
-    Configuration(threads=512, items=8, capacity=1024, blocks_per_sm=4),
-    Configuration(threads=512, items=16, capacity=1024, blocks_per_sm=3),
-    Configuration(threads=1024, items=16, capacity=2048, blocks_per_sm=2),
+    Configuration(threads=256, items=16, capacity=1024, blocks_per_sm=5),
+    Configuration(threads=256, items=32, capacity=1024, blocks_per_sm=4),
+    Configuration(threads=512, items=32, capacity=1024, blocks_per_sm=2),
+    Configuration(threads=1024, items=16, capacity=2048, blocks_per_sm=1),
     Configuration(threads=1024, items=32, capacity=2048, blocks_per_sm=1),
 )
 LONG_ROWS = Configuration(threads=1024, items=16, capacity=2048, blocks_per_sm=1)
 COLLECT = Configuration(threads=512, items=16, capacity=1024, blocks_per_sm=2)
 
 
-def radix_topk(scores: Tensor, k: int, row_k: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def radix_topk(
+    scores: Tensor, k: int, row_k: Tensor | None = None, configuration: Configuration | None = None
+) -> tuple[Tensor, Tensor]:
     """As `reference.radix_topk`, with int32 indices and the widest k given as a number, so that no value is read back.
 
     Args:
         scores: float32 [rows, columns] on a CUDA device; rows may be strided, columns are contiguous.
         k: entries written for each row, 0 to MAX_K.
         row_k: int32 [rows], entries wanted of each row, clipped to 0..k; the rest is -inf and -1.
+        configuration: of topk_short_rows, for measurements; by default the first of SHORT_ROWS that fits.
 
     Returns:
         values float32 [rows, k] and indices int32 [rows, k].
@@ -91,13 +103,30 @@ def radix_topk(scores: Tensor, k: int, row_k: Tensor | None = None) -> tuple[Ten
     if not columns:
         return values.fill_(float("-inf")), indices.fill_(-1)
     ragged = (indices, 0) if row_k is None else (row_k, 1)
-    for configuration in SHORT_ROWS:
-        if columns <= configuration.columns and 2 * k <= configuration.capacity:
-            kernel = _kernel("topk_short_rows", configuration, scores, configuration.shared_bytes)
-            _launch(kernel, configuration, (rows, 1, 1), scores, [k, *ragged, values, indices])
-            return values, indices
-    _long_rows(scores, k, ragged, values, indices)
+    fitting = configuration or next((one for one in SHORT_ROWS if one.holds(columns, k)), None)
+    if fitting:
+        if not fitting.holds(columns, k):
+            raise ValueError(f"{fitting} does not hold {columns} columns with k = {k}")
+        _short_rows(fitting, scores, k, ragged, values, indices)
+    else:
+        _long_rows(scores, k, ragged, values, indices)
     return values, indices
+
+
+def _short_rows(
+    configuration: Configuration, scores: Tensor, k: int, ragged: tuple[Tensor, int], values: Tensor, indices: Tensor
+) -> None:
+    rows = scores.shape[0]
+    blocks = rows
+    if configuration.resident:
+        blocks = min(rows, configuration.blocks_per_sm * _multiprocessors(scores.device.index))
+    kernel = _kernel("topk_short_rows", configuration, scores)
+    _launch(kernel, configuration, (blocks, 1, 1), scores, [rows, k, *ragged, values, indices])
+
+
+@cache
+def _multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def _long_rows(scores: Tensor, k: int, ragged: tuple[Tensor, int], values: Tensor, indices: Tensor) -> None:
@@ -130,8 +159,8 @@ def _columns_per_block(rows: int, columns: int) -> int:
     return iteration * max(1, min(iterations, 8))
 
 
-def _kernel(name: str, configuration: Configuration, scores: Tensor, shared_bytes: int = 0) -> Kernel:
-    return compile_kernel(SOURCE, name, configuration.definitions(), scores.device.index, shared_bytes)
+def _kernel(name: str, configuration: Configuration, scores: Tensor) -> Kernel:
+    return compile_kernel(SOURCE, name, configuration.definitions(), scores.device.index)
 
 
 def _launch(

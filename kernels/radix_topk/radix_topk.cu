@@ -1,11 +1,12 @@
 // Exact row-wise top-k, largest first, ties by lower index. cuda.py holds the contract and chooses the path.
 //
-// Compiled with -DTHREADS, -DITEMS (keys a thread holds), -DCAPACITY (candidates, at least twice the largest k),
-// -DLOG2_BINS and -DBLOCKS_PER_SM (how many blocks should fit a multiprocessor).
+// Compiled with -DTHREADS, -DITEMS (elements a thread holds), -DGROUP (neighbours a maximum is of: 4 or 8), -DCAPACITY
+// (candidates, at least twice the largest k), -DLOG2_BINS, -DBLOCKS_PER_SM (how many blocks should fit a multiprocessor)
+// and -DRESIDENT (0 or 1).
 
-#include "radix_select.cuh"
+#include "slices.cuh"
 
-__device__ __forceinline__ void fill_rest(u32 from, u32 width, float* values, int* indices) {
+__device__ __noinline__ void fill_rest(u32 from, u32 width, float* values, int* indices) {
   for (u32 i = from + threadIdx.x; i < width; i += THREADS) {
     values[i] = __uint_as_float(0xff800000u);  // -inf
     indices[i] = -1;
@@ -17,85 +18,118 @@ __device__ __forceinline__ u32 wanted(const int* row_k, int ragged, u32 k, u32 c
   return min(own, columns);
 }
 
-// Bits of four neighbouring elements, of which some may be beyond the row's end.
-__device__ __noinline__ uint4 load_four(const float* own, u32 first, u32 columns, bool aligned) {
-  if (aligned && first + 3 < columns) return *reinterpret_cast<const uint4*>(own + first);
-  uint4 four = make_uint4(0u, 0u, 0u, 0u);
-  if (first < columns) four.x = __float_as_uint(own[first]);
-  if (first + 1 < columns) four.y = __float_as_uint(own[first + 1]);
-  if (first + 2 < columns) four.z = __float_as_uint(own[first + 2]);
-  if (first + 3 < columns) four.w = __float_as_uint(own[first + 3]);
+// Four neighbouring elements, -inf for those beyond the row's end.
+__device__ __noinline__ float4 load_four(const float* own, u32 first, u32 columns, bool aligned) {
+  if (aligned && first + 3 < columns) return *reinterpret_cast<const float4*>(own + first);
+  float4 four = make_float4(MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY, MINUS_INFINITY);
+  if (first < columns) four.x = own[first];
+  if (first + 1 < columns) four.y = own[first + 1];
+  if (first + 2 < columns) four.z = own[first + 2];
+  if (first + 3 < columns) four.w = own[first + 3];
   return four;
 }
 
-// Rows of at most THREADS * ITEMS columns: one block a row, read once into shared memory. A bound comes from the maxima
-// of neighbouring fours: the k-th largest of them is reached by at least k elements, and on scores without a pattern by
-// hardly more. What reaches it is gathered and selected; where too much does, the whole row is.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_short_rows(const float* __restrict__ scores,
-    u32 columns, u32 row_stride, u32 k, const int* __restrict__ row_k, int ragged, float* __restrict__ values,
-    int* __restrict__ indices) {
-  DYNAMIC_SHARED(memory);
-  Scratch& s = *reinterpret_cast<Scratch*>(memory);
-  u64* list = reinterpret_cast<u64*>(memory + sizeof(Scratch));
-  u32* keys = reinterpret_cast<u32*>(list + CAPACITY);
-  __shared__ u32 size;
-  const u32 row = blockIdx.x;
-  const float* own = scores + u64(row) * row_stride;
-  const bool aligned = (row_stride & 3) == 0;
-  if (threadIdx.x == 0) size = 0;
-  u32 best[ITEMS / 4], smallest = 0xffffffffu, largest = 0;
-  uint4 fours[ITEMS / 4];
-  const bool full = aligned && columns == THREADS * ITEMS;
+__device__ __forceinline__ void load_row(float (&x)[ITEMS], const float* own, u32 columns, bool aligned) {
+  float4 fours[ITEMS / 4];
+  if (aligned && columns == THREADS * ITEMS) {
+    const float4* next = reinterpret_cast<const float4*>(own) + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < ITEMS / 4; ++i) {
-    const u32 first = (i * THREADS + threadIdx.x) * 4;
-    fours[i] = full ? __ldcs(reinterpret_cast<const uint4*>(own + first)) : load_four(own, first, columns, aligned);
-  }
-#pragma unroll
-  for (int i = 0; i < ITEMS / 4; ++i) {
-    const u32 first = (i * THREADS + threadIdx.x) * 4;
-    uint4 four = make_uint4(ordered(__uint_as_float(fours[i].x)), ordered(__uint_as_float(fours[i].y)),
-                            ordered(__uint_as_float(fours[i].z)), ordered(__uint_as_float(fours[i].w)));
-    if (!full) {
-      four.x = first < columns ? four.x : 0u;
-      four.y = first + 1 < columns ? four.y : 0u;
-      four.z = first + 2 < columns ? four.z : 0u;
-      four.w = first + 3 < columns ? four.w : 0u;
-    }
-    *reinterpret_cast<uint4*>(keys + first) = four;
-    best[i] = max(max(four.x, four.y), max(four.z, four.w));
-    largest = max(largest, best[i]);
-    if (best[i]) smallest = min(smallest, best[i]);
-  }
-  const u32 own_k = wanted(row_k, ragged, k, columns, row);
-  values += u64(row) * k;
-  indices += u64(row) * k;
-  u32 low, high;
-  block_range(s, smallest, largest, low, high);
-  const u32 groups = (columns + 3) / 4;
-  u32 count = 0;
-  if (own_k && own_k <= groups) {
-    const int shift = slice_shift(low, high);
-    for (u32 i = threadIdx.x; i < BINS; i += THREADS) s.counts[i] = 0;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ITEMS / 4; ++i) {
-      if (best[i]) atomicAdd(&s.counts[(best[i] - low) >> shift], 1u);
-    }
-    __syncthreads();
-    scan_slices<false>(s, own_k);
-    low += s.slice << shift;
-    count = gather(keys, low, list, &size);
-  }
-  if (count && count <= CAPACITY) {
-    sort_small(s, list, count, low, high, own_k, values, indices);
+    for (int i = 0; i < ITEMS / 4; ++i) fours[i] = __ldcs(next + i * THREADS);
   } else {
-    // The smallest of the maxima says nothing of the smallest element.
-    __syncthreads();
-    SharedRow source{keys};
-    select_sorted(s, source, u64(1) << 32, (u64(high) << 32) | 0xffffffffu, own_k, values, indices);
+#pragma unroll
+    for (int i = 0; i < ITEMS / 4; ++i) fours[i] = load_four(own, (i * THREADS + threadIdx.x) * 4, columns, aligned);
   }
-  fill_rest(own_k, k, values, indices);
+#pragma unroll
+  for (int i = 0; i < ITEMS / 4; ++i) {
+    x[4 * i] = fours[i].x;
+    x[4 * i + 1] = fours[i].y;
+    x[4 * i + 2] = fours[i].z;
+    x[4 * i + 3] = fours[i].w;
+  }
+}
+
+// A number that the k largest elements of the block's registers reach, and on scores without a pattern hardly more do:
+// the k-th largest maximum of groups, which at least k elements reach. LOWEST where fewer than k maxima are finite.
+// `lowest` and `highest` become the ends of the range that was looked at.
+__device__ __forceinline__ float find_bound(Scratch& s, const float (&x)[ITEMS], u32 columns, u32 k, float& lowest,
+                                            float& highest) {
+  float best[ITEMS / GROUP];
+#pragma unroll
+  for (int i = 0; i < ITEMS / GROUP; ++i) {
+    best[i] = x[i * GROUP];  // fmaxf passes over NaN: a maximum that is too low makes no bound too high
+#pragma unroll
+    for (int j = 1; j < GROUP; ++j) best[i] = fmaxf(best[i], x[i * GROUP + j]);
+  }
+  // Where the maxima over a thread, or half of one, are k or more, the least of them is a bound already: a rough one that
+  // spares counting what is below. The range of slices begins there.
+  constexpr int N = ITEMS / GROUP;
+  float front = best[0], back = best[N - 1], least = fminf(best[0], best[N - 1]);
+#pragma unroll
+  for (int i = 1; i < N; ++i) {
+    if (i < N / 2) front = fmaxf(front, best[i]);
+    if (i >= N / 2) back = fmaxf(back, best[i]);
+    least = fminf(least, best[i]);
+  }
+  const float largest = fmaxf(front, back);
+  const float weakest = k <= THREADS ? largest : k <= 2 * THREADS ? fminf(front, back) : least;
+  u32 low, high;
+  block_range(s, weakest == MINUS_INFINITY ? 0xffffffffu : ordered(weakest),
+              largest <= -LOWEST ? ordered(largest) : 0u, low, high);  // neither NaN nor infinity stretch the range
+  lowest = unordered(low);  // NaN, which nothing reaches, where no maximum is finite
+  highest = unordered(high);
+  const Slices slices(lowest, highest);
+  if (k <= columns / GROUP) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      u32* const count = &s.counts[slices.of(best[i])];
+      if (best[i] >= lowest) atomicAdd(count, 1u);
+    }
+  } else {  // more are wanted than there are groups
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      if (x[i] >= lowest) atomicAdd(&s.counts[slices.of(x[i])], 1u);
+    }
+  }
+  __syncthreads();
+  const u32 slice = find_slice(s, k);
+  return slice == NO_SLICE ? LOWEST : slices.start(slice, lowest);
+}
+
+// Rows of at most THREADS * ITEMS columns: a block holds one in registers. With RESIDENT blocks, which take row after row,
+// the next one is loaded while this one is sorted.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_short_rows(const float* __restrict__ scores,
+    u32 columns, u32 row_stride, u32 rows, u32 k, const int* __restrict__ row_k, int ragged, float* __restrict__ values,
+    int* __restrict__ indices) {
+  __shared__ Scratch s;
+  const bool aligned = (row_stride & 3) == 0;
+  float x[ITEMS];
+  u32 row = blockIdx.x;
+  load_row(x, scores + u64(row) * row_stride, columns, aligned);
+  while (true) {
+    const float* own = scores + u64(row) * row_stride;
+    const u32 own_k = wanted(row_k, ragged, k, columns, row);
+    float* own_values = values + u64(row) * k;
+    int* own_indices = indices + u64(row) * k;
+    row += gridDim.x;
+    clear(s);
+    float lowest, highest;
+    const float bound = find_bound(s, x, columns, own_k, lowest, highest);
+    append_row(s, x, bound);
+    if (RESIDENT && row < rows) load_row(x, scores + u64(row) * row_stride, columns, aligned);
+    __syncthreads();
+    const u32 count = s.size;
+    if (count <= CAPACITY) {
+      const u32 found = min(count, own_k);
+      sort_candidates(s, Slices(fmaxf(bound, lowest), highest), count, found, own_values, own_indices);
+      if (found < own_k) append_minus_infinity(s, own, columns, found, own_k, own_values, own_indices);
+    } else {
+      Row source{own, columns};
+      select_sorted(s, source, bound == LOWEST ? 0 : u64(ordered(bound)) << 32, own_k, own_values, own_indices);
+    }
+    if (own_k < k) fill_rest(own_k, k, own_values, own_indices);
+    if (!RESIDENT || row >= rows) return;
+    __syncthreads();
+  }
 }
 
 // Long rows, step 1: a key that about `rank` of THREADS * ITEMS sampled elements reach; the sample takes one run of 32
@@ -103,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_short_
 extern "C" __global__ void __launch_bounds__(THREADS) topk_sample_threshold(const float* __restrict__ scores, u32 columns,
     u32 row_stride, u32 rank, u32* __restrict__ thresholds, u32* __restrict__ counts) {
   __shared__ Scratch s;
+  clear(s);
   const u32 row = blockIdx.x;
   const float* own = scores + u64(row) * row_stride;
   const u32 runs = THREADS * ITEMS / 32, stretch = columns / runs;  // the host promises stretch >= 64
@@ -126,22 +161,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_sample_threshold(cons
   u32 low_score, high_score;
   block_range(s, smallest, largest, low_score, high_score);
   u64 low = u64(low_score) << 32, high = (u64(high_score) << 32) | 0xffffffffu;
-  __syncthreads();
   // Descend to the slice of the rank-th sample; its lower end is as good a threshold as the sample itself.
   u32 left = rank;
   for (int level = 0; level < 3; ++level) {
     const int shift = slice_shift(low, high);
     count_slices(s, source, low, high, shift);
-    scan_slices<false>(s, left);
-    const u32 in_slice = s.in_slice;
-    low += u64(s.slice) << shift;
+    low += u64(find_slice(s, left)) << shift;
     high = low + ((u64(1) << shift) - 1);
     left -= s.above_slice;
+    const u32 in_slice = s.in_slice;
     __syncthreads();
     if (in_slice <= 2 || shift <= 32) break;
   }
   if (threadIdx.x == 0) {
-    thresholds[row] = u32(low >> 32);
+    // Where hardly anything is finite, everything that is: -inf itself need not be collected to be counted out.
+    thresholds[row] = max(u32(low >> 32), LOWEST_KEY);
     counts[row] = 0;
   }
 }
@@ -213,29 +247,47 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_finish(const float* _
     const u32* __restrict__ counts, const u64* __restrict__ collected, u32 room, float* __restrict__ values,
     int* __restrict__ indices) {
   __shared__ Scratch s;
+  clear(s);
+  __syncthreads();
   const u32 row = blockIdx.x;
-  const u32 own_k = wanted(row_k, ragged, k, columns, row);
-  const u32 count = counts[row];
-  float* own_values = values + u64(row) * k;
-  int* own_indices = indices + u64(row) * k;
-  if (count >= own_k && count <= room) {
+  const float* own = scores + u64(row) * row_stride;
+  const u32 own_k = wanted(row_k, ragged, k, columns, row), count = counts[row], threshold = thresholds[row];
+  values += u64(row) * k;
+  indices += u64(row) * k;
+  if (count <= room && (count >= own_k || threshold == LOWEST_KEY)) {
     Keys source{collected + u64(row) * room, count};
-    u32 largest = 0;
-    source.for_each([&](u32 score, u32) { largest = max(largest, score); });
-    largest = __reduce_max_sync(0xffffffffu, largest);
-    if ((threadIdx.x & 31) == 0) s.warp_values[threadIdx.x >> 5] = largest;
+    u32 low = 0xffffffffu, high = 0;
+    source.for_each([&](u32 key, u32) {
+      low = min(low, key);
+      if (key <= HIGHEST_KEY) high = max(high, key);
+    });
+    block_range(s, low, high, low, high);
+    float bound = unordered(low);
+    const float highest = unordered(high);
+    if (count > CAPACITY) {
+      const Slices slices(bound, highest);
+      source.for_each([&](u32 key, u32) { atomicAdd(&s.counts[slices.of(unordered(key))], 1u); });
+      __syncthreads();
+      const u32 slice = find_slice(s, own_k);
+      bound = slices.start(slice, bound);
+    }
+    for (u32 begin = 0; begin < count; begin += THREADS) {
+      const u32 i = begin + threadIdx.x;
+      const u64 key = i < count ? source.keys[i] : 0;
+      const float x = unordered(u32(key >> 32));
+      append(s, i < count && !(x < bound), x, 0xffffffffu - u32(key));
+    }
     __syncthreads();
-    for (int w = 0; w < WARPS; ++w) largest = max(largest, s.warp_values[w]);
-    __syncthreads();
-    if (count <= CAPACITY) {
-      sort_small(s, source.keys, count, thresholds[row], largest, own_k, own_values, own_indices);
+    const u32 reached = s.size, found = min(reached, own_k);
+    if (reached <= CAPACITY) {
+      sort_candidates(s, Slices(bound, highest), reached, found, values, indices);
+      if (found < own_k) append_minus_infinity(s, own, columns, found, own_k, values, indices);
     } else {
-      const u64 high = (u64(largest) << 32) | 0xffffffffu;
-      select_sorted(s, source, u64(thresholds[row]) << 32, high, own_k, own_values, own_indices);
+      select_sorted(s, source, 0, own_k, values, indices);
     }
   } else {
-    Row source{scores + u64(row) * row_stride, columns};
-    select_sorted(s, source, 0, ~u64(0), own_k, own_values, own_indices);
+    Row source{own, columns};
+    select_sorted(s, source, count > room ? u64(threshold) << 32 : 0, own_k, values, indices);
   }
-  fill_rest(own_k, k, own_values, own_indices);
+  if (own_k < k) fill_rest(own_k, k, values, indices);
 }

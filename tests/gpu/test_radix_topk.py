@@ -21,6 +21,16 @@ INPUTS: dict[str, Callable[[int, int], torch.Tensor]] = {
     "one outlier, signed zeros": lambda rows, columns: (
         torch.zeros(rows, columns, device="cuda") * torch.randn(rows, columns, device="cuda").sign()
     ).index_fill_(1, torch.tensor([columns // 2], device="cuda"), 3e38),
+    "across zero": lambda rows, columns: torch.randn(rows, columns, device="cuda") * 2 - 4,
+    "few finite": lambda rows, columns: torch.where(
+        torch.rand(rows, columns, device="cuda") < 400 / columns,
+        torch.randn(rows, columns, device="cuda"),
+        float("-inf"),
+    ),
+    "masked far below": lambda rows, columns: torch.where(
+        torch.rand(rows, columns, device="cuda") < 0.1, torch.randn(rows, columns, device="cuda"), -1e30
+    ),
+    "all minus infinity": lambda rows, columns: torch.full((rows, columns), float("-inf"), device="cuda"),
     "huge range": lambda rows, columns: torch.randn(rows, columns, device="cuda").mul_(80).exp_(),
     "nan and infinity": lambda rows, columns: (
         torch.randn(rows, columns, device="cuda")
@@ -51,6 +61,22 @@ def test_equals_reference(name: str, columns: int) -> None:
     scores = INPUTS[name](rows, columns)
     for k in (1, 16, 512, 1000):
         assert_equal(scores, k)
+
+
+@pytest.mark.parametrize("columns", [3001, 8192])
+@pytest.mark.parametrize("configuration", range(11))
+def test_every_configuration_on_more_rows_than_fit_at_once(configuration: int, columns: int) -> None:
+    from loka_serve.kernels.radix_topk.cuda import radix_topk
+    from loka_serve.kernels.radix_topk.sweep import CANDIDATES
+
+    assert len(CANDIDATES) == 11
+    for name in INPUTS:
+        torch.manual_seed(columns)
+        scores = INPUTS[name](2000, columns)
+        values, indices = radix_topk(scores, 512, configuration=CANDIDATES[configuration])
+        expected_values, expected_indices = reference(scores, 512)
+        assert torch.equal(indices.long(), expected_indices), name
+        torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_ragged_k_and_strided_rows() -> None:

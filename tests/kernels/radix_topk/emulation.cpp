@@ -11,11 +11,9 @@
 
 struct Index { unsigned x, y, z; };
 struct float4 { float x, y, z, w; };
-struct uint4 { unsigned x, y, z, w; };
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-static Index threadIdx, blockIdx;
-alignas(16) static unsigned char dynamic_shared[256 << 10];
+static Index threadIdx, blockIdx, gridDim;
 
 // ---- fibers
 struct Fiber {
@@ -62,6 +60,13 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, int step) {
 static unsigned __shfl_sync(unsigned, unsigned value, int source) {
   return exchange(value, [&](unsigned* all, unsigned) { return all[source]; });
 }
+static float __shfl_sync(unsigned, float value, int source) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  bits = __shfl_sync(0, bits, source);
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
 static unsigned __reduce_min_sync(unsigned, unsigned value) {
   return exchange(value, [](unsigned* all, unsigned) { return *std::min_element(all, all + 32); });
 }
@@ -75,17 +80,28 @@ static unsigned __reduce_add_sync(unsigned, unsigned value) {
     return sum;
   });
 }
+static unsigned __ballot_sync(unsigned, bool vote) {
+  return exchange(vote, [](unsigned* all, unsigned) {
+    unsigned votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= all[lane] << lane;
+    return votes;
+  });
+}
+static void __syncwarp() {
+  exchange(0, [](unsigned*, unsigned) { return 0; });
+}
 
 // ---- scalar intrinsics
 static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static float __fadd_rn(float x, float y) { return std::isnan(x + y) ? __uint_as_float(0x7fffffffu) : x + y; }
-static int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+static float __fdividef(float x, float y) { return std::fabs(y) > 0x1p126f ? x / y * 0.0f : x / y; }
+static unsigned __float2uint_rz(float x) {
+  return !(x > 0.0f) ? 0u : x >= 4294967296.0f ? 0xffffffffu : unsigned(x);
+}
 static int __clzll(unsigned long long x) { return x ? __builtin_clzll(x) : 64; }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
-static int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 static unsigned atomicAdd(unsigned* at, unsigned value) { const unsigned old = *at; *at += value; return old; }
-static unsigned atomicSub(unsigned* at, unsigned value) { const unsigned old = *at; *at -= value; return old; }
 template <class T> static T __ldcs(const T* at) { return *at; }
 using std::isnan;
 // As CUDA's: arguments of mixed types are brought to their common one.
@@ -100,7 +116,6 @@ template <class A, class B> static std::common_type_t<A, B> min(A a, B b) { retu
 #define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
 #define __shared__ static
-#define DYNAMIC_SHARED(name) unsigned char* name = dynamic_shared
 #include SOURCE
 
 // ---- launches
@@ -118,9 +133,9 @@ template <class Function>
 static void launch(unsigned blocks_x, unsigned blocks_y, Function function) {
   entry = [](void* pointer) { (*static_cast<Function*>(pointer))(); };
   entry_arguments = &function;
+  gridDim = {blocks_x, blocks_y, 1};
   for (blockIdx.y = 0; blockIdx.y < blocks_y; ++blockIdx.y) {
     for (blockIdx.x = 0; blockIdx.x < blocks_x; ++blockIdx.x) {
-      std::memset(dynamic_shared, 0xa5, sizeof dynamic_shared);  // shared memory starts undefined
       fibers.assign(THREADS, Fiber());
       for (int i = 0; i < THREADS; ++i) {
         getcontext(&fibers[i].context);
@@ -143,7 +158,8 @@ static void launch(unsigned blocks_x, unsigned blocks_y, Function function) {
 
 extern "C" void short_rows(const float* scores, unsigned rows, unsigned columns, unsigned stride, unsigned k, const int* row_k,
                            int ragged, float* values, int* indices) {
-  launch(rows, 1, [=] { topk_short_rows(scores, columns, stride, k, row_k, ragged, values, indices); });
+  const unsigned blocks = RESIDENT && rows > 2 ? 2 : rows;
+  launch(blocks, 1, [=] { topk_short_rows(scores, columns, stride, rows, k, row_k, ragged, values, indices); });
 }
 
 extern "C" void long_rows(const float* scores, unsigned rows, unsigned columns, unsigned stride, unsigned k, const int* row_k,

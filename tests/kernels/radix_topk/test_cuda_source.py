@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from loka_serve.kernels.radix_topk.cuda import COLLECT, LONG_ROWS, SHORT_ROWS, SOURCE, Configuration
+from loka_serve.kernels.radix_topk.sweep import CANDIDATES
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
-@pytest.mark.parametrize("configuration", sorted({*SHORT_ROWS, LONG_ROWS, COLLECT}, key=str), ids=str)
+@pytest.mark.parametrize("configuration", sorted({*SHORT_ROWS, *CANDIDATES, LONG_ROWS, COLLECT}, key=str), ids=str)
 def test_compiles_for_hopper(configuration: Configuration, tmp_path: Path) -> None:
     definitions = [f"-D{name}={value}" for name, value in configuration.definitions()]
     command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-cubin", "-Werror=all-warnings"]

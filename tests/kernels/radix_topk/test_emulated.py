@@ -17,8 +17,11 @@ from loka_serve.kernels.radix_topk.cuda import SOURCE, Configuration
 from loka_serve.kernels.radix_topk.reference import radix_topk as reference
 
 # Small blocks: the logic does not depend on the sizes, the emulator's time does.
-CONFIGURATION = Configuration(threads=64, items=8, capacity=128, blocks_per_sm=1, log2_bins=8)
-MAX_K = CONFIGURATION.capacity // 2
+CONFIGURATIONS = (
+    Configuration(threads=64, items=8, capacity=128, blocks_per_sm=1, log2_bins=8),
+    Configuration(threads=32, items=16, capacity=128, blocks_per_sm=1, log2_bins=6, group=8, resident=False),
+)
+MAX_K = 64
 ROOM = 300
 
 INPUTS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray[Any, Any]]] = {
@@ -34,18 +37,46 @@ INPUTS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray[Any, Any]
     "clustered": lambda generator, rows, columns: np.where(
         np.arange(columns) // 4 < 12, 5.0 + generator.random((rows, columns)), generator.random((rows, columns))
     ),
+    "across zero": lambda generator, rows, columns: generator.normal(size=(rows, columns)) * 2 - 4,
+    "one far above": lambda generator, rows, columns: np.where(
+        np.arange(columns) == columns // 2, 3e38, generator.normal(size=(rows, columns))
+    ),
+    "infinity above, masked far below": lambda generator, rows, columns: np.where(
+        generator.random((rows, columns)) < 0.8, -1e30, np.where(generator.random((rows, columns)) < 0.02, np.inf, 1.0)
+    ),
+    "next to zero": lambda generator, rows, columns: generator.integers(-9, 9, (rows, columns)) * 1e-45,
+    "huge range": lambda generator, rows, columns: (
+        np.where(generator.random((rows, columns)) < 0.5, -1.0, 1.0)
+        * np.exp(generator.normal(size=(rows, columns)).clip(-3, 3) * 28)
+    ),
+    "a few finite": lambda generator, rows, columns: np.where(
+        generator.permuted(np.tile(np.arange(columns), (rows, 1)), axis=1) < 40,
+        generator.normal(size=(rows, columns)),
+        -np.inf,
+    ),
+    "all minus infinity": lambda generator, rows, columns: np.full((rows, columns), -np.inf),
+    "all nan": lambda generator, rows, columns: np.full((rows, columns), np.nan),
+    "more infinity than wanted": lambda generator, rows, columns: np.where(
+        generator.random((rows, columns)) < 0.3, np.inf, generator.normal(size=(rows, columns))
+    ),
+    "sample misled": lambda generator, rows, columns: np.where(
+        np.arange(columns) % 32 < 16, generator.normal(size=(rows, columns)), 9 + generator.random((rows, columns))
+    ),
+    "sample misled upwards": lambda generator, rows, columns: np.where(
+        np.arange(columns) < 32, 9.0 + np.arange(columns), np.arange(columns) % 7.0
+    ),
     "nan and infinity": lambda generator, rows, columns: np.where(
         generator.random((rows, columns)) < 0.02, np.nan, np.exp(generator.normal(size=(rows, columns)) * 20)
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=("fours", "eights"))
+def emulator(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("g++ is not on the PATH")
     library = tmp_path_factory.mktemp("emulator") / "radix_topk.so"
-    definitions = [f"-D{name}={value}" for name, value in CONFIGURATION.definitions()]
+    definitions = [f"-D{name}={value}" for name, value in request.param.definitions()]
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"', *definitions]
     source = Path(__file__).with_name("emulation.cpp")
     result = subprocess.run([*command, "-o", str(library), str(source)], capture_output=True, text=True, check=False)
@@ -84,7 +115,7 @@ def assert_equals_reference(
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("columns", [1, 5, 130, 509, 512])
 def test_short_rows(emulator: ctypes.CDLL, name: str, columns: int) -> None:
-    scores = INPUTS[name](np.random.default_rng(columns), 3, columns)
+    scores = INPUTS[name](np.random.default_rng(columns), 3, columns) * np.ones((3, 1))
     for k in (1, 7, MAX_K):
         assert_equals_reference(emulator, scores, k, None, rank=None)
 
@@ -92,7 +123,7 @@ def test_short_rows(emulator: ctypes.CDLL, name: str, columns: int) -> None:
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("rank", [0, 12])
 def test_long_rows(emulator: ctypes.CDLL, name: str, rank: int) -> None:
-    scores = INPUTS[name](np.random.default_rng(rank), 2, 6001)
+    scores = INPUTS[name](np.random.default_rng(rank), 2, 6001) * np.ones((2, 1))
     for k in (1, MAX_K):
         assert_equals_reference(emulator, scores, k, None, rank)
 
