@@ -13,7 +13,13 @@ from torch import Tensor
 from loka_serve.catalog.trie import Trie
 from loka_serve.engines.base import BeamResult, EngineLimits, EngineRequest
 from loka_serve.engines.hopper.buckets import Bucket
-from loka_serve.kernels.level_head.reference import AllowedNodes, TrieLevel, pack_allowed
+from loka_serve.kernels.level_head.reference import (
+    AllowedNodes,
+    TrieLevel,
+    align_capacity,
+    compact_capacity,
+    pack_allowed,
+)
 
 WORD_BITS = 32
 
@@ -105,10 +111,26 @@ class TrieBuffers:
     """The trie on the device, with room for a larger one in the same place.
 
     Args:
-        headroom: nodes that fit, as a multiple of the first trie's.
+        headroom: nodes, and candidates of a request, that fit, as a multiple of the first trie's.
+        beams: beams a request, for each of which there are graphs.
+        codebook_sizes: the model's, which the logits have.
     """
 
-    def __init__(self, trie: Trie, headroom: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        trie: Trie,
+        headroom: float,
+        device: torch.device,
+        beams: tuple[int, ...],
+        codebook_sizes: tuple[int, ...],
+    ) -> None:
+        self.beams = beams
+        self.capacities: dict[tuple[int, int], int] = {}
+        for (level, wide), columns in self._columns(trie).items():
+            capacity = align_capacity(int(columns * headroom))
+            # Otherwise the dense table is hardly larger, and has no prefix to wait for.
+            if capacity <= wide * codebook_sizes[level] // 2:
+                self.capacities[level, wide] = capacity
         room = [int(count * headroom) + WORD_BITS for count in trie.node_counts]
         self.levels = tuple(
             TrieLevel(
@@ -123,8 +145,27 @@ class TrieBuffers:
     def bytes(self) -> int:
         return sum(level.first_child.nbytes + level.codes.nbytes for level in self.levels)
 
+    def capacity(self, level: int, beams: int) -> int | None:
+        """Columns of the compact table of a level's candidates, in a graph of that many beams; None: a dense table."""
+        return self.capacities.get((level, beams if level else 1))
+
+    def _columns(self, trie: Trie) -> dict[tuple[int, int], int]:
+        """What a compact table needs, by level and beams before it, of which level 0 has one."""
+        columns = {(0, 1): align_capacity(trie.node_counts[0])}
+        most = max(self.beams)
+        for level, offsets in enumerate(trie.child_offsets, start=1):
+            counts = np.diff(offsets)
+            if most < len(counts):  # once, since a catalog has millions
+                counts = np.partition(counts, -most)[-most:]
+            columns |= {(level, beams): compact_capacity(counts, beams) for beams in self.beams}
+        return columns
+
     def fits(self, trie: Trie) -> bool:
-        return all(count <= len(level.codes) for count, level in zip(trie.node_counts, self.levels, strict=True))
+        """Whether `load` takes it, and every graph holds the candidates that its requests may have."""
+        if any(count > len(level.codes) for count, level in zip(trie.node_counts, self.levels, strict=True)):
+            return False
+        # A dense table holds any.
+        return all(columns <= self.capacities.get(key, columns) for key, columns in self._columns(trie).items())
 
     def load(self, trie: Trie) -> None:
         """Put a trie that fits in the place of the last; ordered after the work that the current stream has."""

@@ -104,7 +104,9 @@ class HopperDecoder:
         ]
         self.trie_buffers = self.filters = None
         if self.trie is not None:
-            self.trie_buffers = TrieBuffers(self.trie, self.options.catalog_headroom, self.device)
+            self.trie_buffers = TrieBuffers(
+                self.trie, self.options.catalog_headroom, self.device, self.buckets.beams, config.codebook_sizes
+            )
             self.filters = FilterBuffers(self.trie_buffers, self.limits, self.device, IN_FLIGHT)
             self.memory.catalog = self.trie_buffers.bytes + self.filters.bytes
         self.memory.buffers = self.inputs.nbytes + self.outputs.bytes
@@ -224,11 +226,22 @@ class HopperDecoder:
         for level in range(config.levels):
             codes = None if beams is None else beams.codes
             logits = self.forward.step(codes, level, context, cache, ancestors, beam_counts)
-            children = None if self.trie_buffers is None else self.trie_buffers.levels[level]
+            trie = self.trie_buffers
+            children = None if trie is None else trie.levels[level]
+            capacity = None if trie is None else trie.capacity(level, bucket.beam)
             allowed = None if self.filters is None else self.filters.allowed(level, inputs)
             is_last = level == config.levels - 1
             beams = select(
-                logits, beams, beam_counts, children, allowed, inputs.beam_widths, bucket.beam, is_last, self.options
+                logits,
+                beams,
+                beam_counts,
+                children,
+                allowed,
+                inputs.beam_widths,
+                bucket.beam,
+                capacity,
+                is_last,
+                self.options,
             )
             beam_counts = beams.counts
             if not is_last:

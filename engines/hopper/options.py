@@ -22,8 +22,8 @@ class HopperOptions:
         top_k: `radix`, our kernel, or `torch`, the library's, which breaks ties as it likes.
         batches, beams, contexts: sizes that graphs are captured for, ascending; empty: chosen from the limits.
         memory_share: part of the device's memory that weights and workspaces may fill.
-        catalog_headroom: room for a larger catalog, as a multiple of the first one's nodes. A swap to one that fits
-            keeps the graphs; a larger one captures them again.
+        catalog_headroom: room for a larger catalog, as a multiple of the first one's nodes and of the most candidates
+            that a request may have in it. A swap to one that fits keeps the graphs; a larger one captures them again.
     """
 
     context_precision: str = "bf16"

@@ -9,15 +9,21 @@ from torch import Tensor
 
 from ..benchmarking import KernelRow, copies_beyond_l2, make_row, time_us
 from . import reference
-from .reference import AllowedNodes, TrieLevel
-from .select import select_level
-from .triton import advance_beams, score_candidates
+from .reference import AdvancedBeams, AllowedNodes, TrieLevel, compact_capacity
+from .select import score_level, select_level
+from .triton import score_candidates
+from .triton_advance import advance_beams
 
 CODES, K = 8192, 512
 BATCHES = (1, 8, 32)
 ITEMS = 10_000_000
-# Of random semantic IDs: parents of a level, and the level's nodes on top of one for each parent.
-LEVELS = {"1200 children": (CODES, ITEMS - CODES), "1 or 2 children": (ITEMS, ITEMS // 15)}
+# Of semantic IDs: parents of a level, its nodes on top of one for each parent, and the power of a uniform number that
+# gives the parent of one of these, and of a beam: 1 for random IDs; with 4, half of the items are below 1 parent in 16.
+LEVELS = {
+    "1200 children": (CODES, ITEMS - CODES, 1),
+    "1 or 2 children": (ITEMS, ITEMS // 15, 1),
+    "1 to 8192 children": (ITEMS // 5, ITEMS, 4),
+}
 
 Inputs = tuple[Tensor, Tensor, Tensor, TrieLevel | None, Tensor, AllowedNodes | None, Tensor, Tensor]
 
@@ -26,32 +32,46 @@ def rows() -> Iterator[KernelRow]:
     """Scores, placement and the whole selection, at each kind of level, batch and type of logits."""
     for kind in ("unconstrained", *LEVELS):
         level = None if kind == "unconstrained" else _level(*LEVELS[kind])
+        capacity = None if level is None else compact_capacity(level.first_child.diff().cpu().numpy(), K)
         for batch in BATCHES:
             for dtype in (torch.float32, torch.bfloat16):
                 for filters in (False, True) if level is not None and dtype == torch.float32 else (False,):
-                    yield from _rows(kind, level, batch, dtype, filters)
+                    yield from _rows(kind, level, batch, dtype, filters, capacity)
 
 
-def _level(parents: int, more: int) -> TrieLevel:
+def _parents(size: int, parents: int, skew: int, generator: torch.Generator) -> Tensor:
+    uniform = torch.rand(size, device="cuda", dtype=torch.float64, generator=generator)
+    return (uniform**skew * parents).long().clamp(max=parents - 1)
+
+
+def _level(parents: int, more: int, skew: int) -> TrieLevel:
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def random(below: int, size: int) -> Tensor:
         return torch.randint(0, below, (size,), device="cuda", generator=generator)
 
     own = torch.arange(parents, device="cuda") * CODES + random(CODES, parents)
-    keys = torch.cat([own, random(parents * CODES, more)]).unique()
+    keys = torch.cat([own, _parents(more, parents, skew, generator) * CODES + random(CODES, more)]).unique()
     first = torch.searchsorted(keys, torch.arange(parents + 1, device="cuda") * CODES)
     return TrieLevel(first.int(), (keys % CODES).int())
 
 
-def _inputs(level: TrieLevel | None, batch: int, dtype: torch.dtype, filters: bool, seed: int) -> Inputs:
+def _beams(parents: int, skew: int, generator: torch.Generator) -> Tensor:
+    """int32 [K], distinct nodes in order."""
+    nodes = _parents(8 * K, parents, skew, generator).unique()
+    return nodes[torch.randperm(len(nodes), device="cuda", generator=generator)[:K]].sort().values.int()
+
+
+def _inputs(kind: str, level: TrieLevel | None, batch: int, dtype: torch.dtype, filters: bool, seed: int) -> Inputs:
     """(logits, parent scores, beam counts, level, nodes, filters, out, dense mask of legal candidates)."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     logits = (torch.randn(batch * K, CODES, device="cuda", generator=generator) * 2).to(dtype)
     scores = torch.randn(batch, K, device="cuda", generator=generator) - 9
     counts = torch.full((batch,), K, dtype=torch.int32, device="cuda")
-    parents = 1 if level is None else len(level.first_child) - 1
-    nodes = torch.randint(0, parents, (batch, K), device="cuda", generator=generator).sort(1).values.int()
+    nodes = torch.zeros(batch, K, dtype=torch.int32, device="cuda")
+    if level is not None:
+        parents, _, skew = LEVELS[kind]
+        nodes = torch.stack([_beams(parents, skew, generator) for _ in range(batch)])
     allowed = None
     if filters and level is not None:
         words = torch.randint(-(2**31), 2**31, (batch, -(-len(level.codes) // 32)), device="cuda", generator=generator)
@@ -61,9 +81,11 @@ def _inputs(level: TrieLevel | None, batch: int, dtype: torch.dtype, filters: bo
     return logits, scores, counts, level, nodes, allowed, out, legal
 
 
-def _rows(kind: str, level: TrieLevel | None, batch: int, dtype: torch.dtype, filters: bool) -> Iterator[KernelRow]:
+def _rows(
+    kind: str, level: TrieLevel | None, batch: int, dtype: torch.dtype, filters: bool, capacity: int | None
+) -> Iterator[KernelRow]:
     copies = copies_beyond_l2(batch * K * CODES * (4 + dtype.itemsize), at_most=8)
-    inputs = [_inputs(level, batch, dtype, filters, seed) for seed in range(copies)]
+    inputs = [_inputs(kind, level, batch, dtype, filters, seed) for seed in range(copies)]
 
     def scores(*one: object) -> Tensor:
         return score_candidates(*one[:7])  # type: ignore[arg-type]
@@ -90,8 +112,35 @@ def _rows(kind: str, level: TrieLevel | None, batch: int, dtype: torch.dtype, fi
     us, torch_us = time_us(selected, inputs), time_us(torch_selected, inputs)
     read_again = batch * K * CODES * 4
     yield make_row("level_select", shape, us, 0, traffic + read_again, ("the same, torch.topk, sort", torch_us), error)
+    if capacity is not None:
+        yield from _compact(shape, inputs, capacity, dense_us, torch_us)
     if dtype == torch.float32 and not filters:
         yield _placement(shape, inputs)
+
+
+def _compact(shape: str, inputs: list[Inputs], capacity: int, dense_us: float, torch_us: float) -> Iterator[KernelRow]:
+    """The same in a compact table, which must give the same beams."""
+    batch = len(inputs[0][2])
+    compact = [(*one[:6], one[6].view(-1)[: batch * capacity].view(batch, capacity)) for one in inputs]
+
+    def scores(*one: object) -> object:
+        return score_level(*one[:6], capacity=capacity, scores_out=one[6])  # type: ignore[arg-type,misc]
+
+    def selected(*one: object, compact: bool = True) -> AdvancedBeams:
+        named = {"scores_out": one[6], "capacity": capacity} if compact else {}
+        return select_level(*one[:6], k=K, row_k=None, in_sid_order=True, **named)  # type: ignore[arg-type,misc]
+
+    found, expected = selected(*compact[0]), selected(*compact[0], compact=False)
+    assert torch.equal(found.nodes, expected.nodes) and torch.equal(found.parents, expected.parents)
+    error = float((found.scores - expected.scores).nan_to_num(0.0).abs().max())
+    del expected
+    table, logits = batch * capacity * 4, inputs[0][0].nbytes
+    shape = f"{shape}, {capacity} columns"
+    us = time_us(scores, compact)
+    yield make_row("level_scores_compact", shape, us, 0, logits + table, ("torch.compile, dense mask", dense_us), error)
+    us = time_us(selected, compact)
+    traffic = logits + 2 * table
+    yield make_row("level_select_compact", shape, us, 0, traffic, ("the same, torch.topk, sort", torch_us), error)
 
 
 def _placement(shape: str, inputs: list[Inputs]) -> KernelRow:

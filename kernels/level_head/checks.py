@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .reference import AllowedNodes, TrieLevel
 
+MAX_BEAMS = 1024
+
 
 def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> None:
     """Raise ValueError unless the tensor is contiguous and of that shape and type."""
@@ -26,6 +28,15 @@ def check_children(children: TrieLevel | None, nodes: Tensor | None, batch: int,
     if nodes is None:
         raise ValueError("nodes: expected the beams' nodes, since there are children")
     check("nodes", nodes, (batch, beams))
+
+
+def check_prefix(prefix: Tensor, children: TrieLevel | None, batch: int, beams: int) -> None:
+    """Raise ValueError unless this is where the children of each of 1 to 1024 beams begin in a compact table."""
+    check("prefix", prefix, (batch, beams + 1))
+    if children is None:
+        raise ValueError("prefix: a compact table needs the trie's children")
+    if not 0 < beams <= MAX_BEAMS:
+        raise ValueError(f"prefix: {beams} beams, expected 1 to {MAX_BEAMS} for a compact table")
 
 
 def check_allowed(allowed: AllowedNodes | None, children: TrieLevel | None, batch: int) -> None:

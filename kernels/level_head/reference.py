@@ -1,7 +1,8 @@
 """What happens between a level's logits and the next decode step, in plain PyTorch, and the tensors it is told in.
 
-Candidates of a request stand in one row of beams x codes. Beams are in SID order, so a candidate's column is its place
-in the catalog, and top-k's rule "ties to the lower index" is the answer's rule "ties to the lower item".
+Candidates of a request stand in one row: of beams x codes columns in the dense table, in the compact one only of the
+children of live beams, one beam's behind the other's. Beams are in SID order, so in both the order of columns is that
+of the catalog, and top-k's rule "ties to the lower index" is the answer's rule "ties to the lower item".
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..radix_topk.reference import radix_topk
+
+ALIGNMENT = 16  # columns; top-k reads whole vectors of rows that begin at a multiple of four
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,13 +115,7 @@ def score_candidates(
 
 
 def _legal(live: Tensor, children: TrieLevel, nodes: Tensor, allowed: AllowedNodes | None, codes: int) -> Tensor:
-    rows, beams = live.nonzero(as_tuple=True)
-    parents = nodes[rows, beams].long()
-    first = children.first_child.long()
-    counts = first.diff()[parents]
-    owner = torch.arange(len(parents), device=live.device).repeat_interleave(counts)
-    offset = torch.arange(len(owner), device=live.device) - (counts.cumsum(0) - counts)[owner]
-    rows, beams, child = rows[owner], beams[owner], first[parents][owner] + offset
+    rows, beams, _, child = _extensions(live, children, nodes)
     if allowed is not None:
         bit = (allowed.bits[rows, child // 32] >> (child % 32).int()) & 1
         keep = (bit != 0) | (allowed.filtered[rows] == 0)
@@ -126,6 +123,68 @@ def _legal(live: Tensor, children: TrieLevel, nodes: Tensor, allowed: AllowedNod
     legal = torch.zeros(*live.shape, codes, dtype=torch.bool, device=live.device)
     legal[rows, beams, children.codes[child].long()] = True
     return legal
+
+
+def _extensions(live: Tensor, children: TrieLevel, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(request, beam, place among the beam's children, child node) of every child of a live beam."""
+    rows, beams = live.nonzero(as_tuple=True)
+    parents = nodes[rows, beams].long()
+    first = children.first_child.long()
+    counts = first.diff()[parents]
+    owner = torch.arange(len(parents), device=live.device).repeat_interleave(counts)
+    offset = torch.arange(len(owner), device=live.device) - (counts.cumsum(0) - counts)[owner]
+    return rows[owner], beams[owner], offset, first[parents][owner] + offset
+
+
+def compact_capacity(child_counts: NDArray[np.integer], beams: int) -> int:
+    """Columns that hold the children of any `beams` distinct nodes of a level, with rows that stay aligned.
+
+    Args:
+        child_counts: integers [nodes], children of each node of the level above.
+        beams: beams of a request, at least 1.
+    """
+    if beams < len(child_counts):
+        child_counts = np.partition(child_counts, -beams)[-beams:]
+    return align_capacity(int(child_counts.sum(dtype=np.int64)))
+
+
+def align_capacity(columns: int) -> int:
+    """The next capacity that keeps every row aligned."""
+    return max(-(-columns // ALIGNMENT), 1) * ALIGNMENT
+
+
+def child_prefix(beam_counts: Tensor, children: TrieLevel, nodes: Tensor) -> Tensor:
+    """Where each beam's children begin in a compact table, and at last where they all end: int32 [batch, beams + 1]."""
+    live = torch.arange(nodes.shape[1], device=nodes.device) < beam_counts[:, None]
+    counts = children.first_child.long().diff()[nodes.long().masked_fill(~live, 0)].masked_fill(~live, 0)
+    return torch.nn.functional.pad(counts.cumsum(1), (1, 0)).int()
+
+
+def score_compact(
+    logits: Tensor,
+    parent_scores: Tensor | None,
+    beam_counts: Tensor,
+    children: TrieLevel,
+    nodes: Tensor,
+    allowed: AllowedNodes | None,
+    capacity: int,
+) -> Tensor:
+    """The scores of `score_candidates` in a compact table: child j of beam w in column prefix[w] + j.
+
+    Args:
+        capacity: columns of the table; what would stand beyond is dropped, so use `compact_capacity`.
+
+    Returns:
+        float32 [batch, capacity], -inf where there is no candidate, or one that is not allowed.
+    """
+    codes = logits.shape[1]
+    dense = score_candidates(logits, parent_scores, beam_counts, children, nodes, allowed)
+    live = torch.arange(nodes.shape[1], device=nodes.device) < beam_counts[:, None]
+    rows, beams, offset, child = _extensions(live, children, nodes)
+    columns = child_prefix(beam_counts, children, nodes)[rows, beams] + offset
+    table = dense.new_full((len(dense), max(capacity, int(columns.max()) + 1 if len(columns) else 0)), float("-inf"))
+    table[rows, columns] = dense[rows, beams * codes + children.codes[child]]
+    return table[:, :capacity]
 
 
 def advance_beams(
@@ -136,8 +195,9 @@ def advance_beams(
     nodes: Tensor | None,
     in_sid_order: bool,
     failed: Tensor | None = None,
+    prefix: Tensor | None = None,
 ) -> AdvancedBeams:
-    """The beams that a top-k over `score_candidates` chose.
+    """The beams that a top-k over `score_candidates`, or over `score_compact`, chose.
 
     Args:
         values, indices: float32 and int32 [batch, k], best first; an index of -1 or a value of -inf is no beam.
@@ -145,6 +205,7 @@ def advance_beams(
         children, nodes: as `score_candidates` had them; without `children` a beam's node is its code.
         in_sid_order: live beams in order of index, as the next level needs them; otherwise they stay best first.
         failed: int32 [batch], requests that failed before.
+        prefix: int32 [batch, beams + 1] from `child_prefix`, if the table is compact.
     """
     live = (indices >= 0) & (values != float("-inf"))
     place = indices if in_sid_order else torch.arange(indices.shape[1], device=indices.device).expand_as(indices)
@@ -154,7 +215,13 @@ def advance_beams(
     index = index.masked_fill(~live, 0)
     parents, code = index // codes, index % codes
     node = code
-    if children is not None:
+    if prefix is not None:
+        assert children is not None and nodes is not None
+        parents = torch.searchsorted(prefix[:, 1:].long().contiguous(), index, right=True).masked_fill(~live, 0)
+        above = nodes.long().gather(1, parents).masked_fill(~live, 0)
+        node = (children.first_child.long()[above] + index - prefix.long().gather(1, parents)).masked_fill(~live, 0)
+        code = children.codes[node].masked_fill(~live, 0)
+    elif children is not None:
         assert nodes is not None
         # Nodes are numbered by parent, then code, so one ascending key finds any of them.
         owners = torch.arange(len(children.first_child) - 1, device=values.device)

@@ -11,13 +11,15 @@ from loka_serve.decoding.beam_search import Beams, select
 from loka_serve.decoding.trie_tensors import TrieTensors
 from loka_serve.kernels.level_head import reference
 from loka_serve.kernels.level_head.reference import AdvancedBeams, TrieLevel
-from tests.kernels.level_head.cases import Case, make_allowed, make_case
+from tests.kernels.level_head.cases import Case, make_allowed, make_case, with_distinct_nodes
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from loka_serve.kernels.level_head.select import select_level
-from loka_serve.kernels.level_head.triton import advance_beams, score_candidates
+from loka_serve.kernels.level_head.triton import score_candidates
+from loka_serve.kernels.level_head.triton_advance import advance_beams
+from loka_serve.kernels.level_head.triton_compact import child_prefix, score_compact
 
 FIELDS = ("nodes", "codes", "scores", "parents", "counts", "failed")
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-5, "equal_nan": True}
@@ -54,6 +56,52 @@ def test_scores_equal_reference(codes: int, children: int | None, filters: bool,
         torch.testing.assert_close(score_candidates(*case.arguments(), out), expected, **TOLERANCE)
 
 
+def capacity_of(level: TrieLevel, beams: int) -> int:
+    return reference.compact_capacity(level.first_child.diff().cpu().numpy(), beams)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("codes", "children", "filters"),
+    [(8192, 2500, False), (8192, 2500, True), (8192, 3, True), (8191, 700, True), (32768, 3000, True)],
+)
+def test_compact_scores_equal_reference(codes: int, children: int, filters: bool, dtype: torch.dtype) -> None:
+    case = with_distinct_nodes(make_case(4, 512, codes, "cuda", dtype, children, filters, parents=1000))
+    level, nodes = case.children, case.nodes
+    assert level is not None and nodes is not None
+    capacity = capacity_of(level, 512)
+    prefix = child_prefix(case.beam_counts, level, nodes)
+    assert torch.equal(prefix, reference.child_prefix(case.beam_counts, level, nodes))
+    assert int(prefix.max()) <= capacity
+    expected = reference.score_compact(
+        case.logits, case.parent_scores, case.beam_counts, level, nodes, case.allowed, capacity
+    )
+    out = torch.full_like(expected, float("nan"))
+    score_compact(case.logits, case.parent_scores, prefix, level, nodes, case.allowed, capacity, out)
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    dense = score_candidates(*case.arguments())
+    for left, right in zip(dense, out, strict=True):  # the same sums, so the same bits
+        assert torch.equal(left[left.isfinite()], right[right.isfinite()])
+
+
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize(("children", "k"), [(3, 512), (40, 1024), (2500, 512), (2500, 1000)])
+def test_compact_table_gives_the_beams_of_the_dense_one(children: int, k: int, filters: bool) -> None:
+    """Bit for bit, with scores of few distinct values."""
+    case = with_distinct_nodes(make_case(6, 512, 8192, "cuda", torch.float32, children, filters, parents=5000))
+    assert case.children is not None and case.parent_scores is not None
+    case.logits.copy_(torch.zeros_like(case.logits))
+    case.parent_scores.copy_(case.parent_scores.round())
+    case.logits[5, 0] = float("nan")
+    row_k = torch.tensor([k, 1, k, 100, 511, k], dtype=torch.int32, device="cuda")
+    for in_sid_order in (False, True):
+        dense, compact = (
+            select_level(*case.arguments(), k, row_k, in_sid_order, capacity=capacity)
+            for capacity in (None, capacity_of(case.children, 512))
+        )
+        assert_same(compact, dense)
+
+
 def test_scores_do_not_depend_on_the_batch() -> None:
     case = make_case(8, 512, 8192, "cuda", children=1000)
     found = score_candidates(*case.arguments())
@@ -83,17 +131,15 @@ def test_beams_equal_reference(children: int | None, k: int, in_sid_order: bool)
     assert_same(advance_beams(*arguments), reference.advance_beams(*arguments))
 
 
+@pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("children", [3, 2500])
-def test_equals_beam_search(children: int, filters: bool) -> None:
+def test_equals_beam_search(children: int, filters: bool, compact: bool) -> None:
     batch, width, codes = 4, 512, 8192
-    case = make_case(batch, width, codes, "cuda", children=children, parents=5000)
-    level = case.children
-    assert level is not None and case.nodes is not None and case.parent_scores is not None
-    nodes = torch.full_like(case.nodes, -1)
-    # Beams of a request are different nodes, in order.
-    for request, count in enumerate(case.beam_counts.tolist()):
-        nodes[request, :count] = torch.randperm(5000)[:count].sort().values.int().cuda()
+    case = with_distinct_nodes(make_case(batch, width, codes, "cuda", children=children, parents=5000))
+    level, nodes = case.children, case.nodes
+    assert level is not None and nodes is not None and case.parent_scores is not None
+    capacity = capacity_of(level, width) if compact else None
     allowed = make_allowed(batch, len(level.codes), "cuda", 0) if filters else None
     mask = None
     if allowed is not None:
@@ -106,9 +152,8 @@ def test_equals_beam_search(children: int, filters: bool) -> None:
         expected = select(
             case.logits.view(batch, width, codes), beams, trie, 1, row_k.long(), mask, in_score_order=last
         )
-        found = select_level(
-            case.logits, case.parent_scores, case.beam_counts, level, nodes, allowed, width, row_k, not last
-        )
+        arguments = case.logits, case.parent_scores, case.beam_counts, level, nodes, allowed, width, row_k, not last
+        found = select_level(*arguments, capacity=capacity)
         for request, count in enumerate(found.counts.tolist()):
             assert count == int((expected.nodes[request] >= 0).sum())
             columns = found.nodes[request, :count].long(), expected.nodes[request, :count]
@@ -126,13 +171,15 @@ def test_equals_beam_search(children: int, filters: bool) -> None:
             assert torch.equal(found.codes[request, :count], level.codes[columns[0]])
 
 
-def test_one_graph_serves_every_batch() -> None:
+@pytest.mark.parametrize("compact", [False, True])
+def test_one_graph_serves_every_batch(compact: bool) -> None:
     """Counts, nodes, filters and widths change between replays; shapes do not."""
     children = make_case(1, 1, 8192, "cuda", children=1500, parents=300).children
     assert isinstance(children, TrieLevel)
+    capacity = capacity_of(children, 256) if compact else None
 
     def tensors(seed: int) -> list[torch.Tensor]:
-        case = make_case(3, 256, 8192, "cuda", children=1, parents=300, seed=seed)
+        case = with_distinct_nodes(make_case(3, 256, 8192, "cuda", children=1, parents=300, seed=seed), seed)
         allowed = make_allowed(3, len(children.codes), "cuda", seed)
         assert case.parent_scores is not None and case.nodes is not None
         row_k = torch.randint(1, 257, (3,), dtype=torch.int32, device="cuda")
@@ -142,7 +189,8 @@ def test_one_graph_serves_every_batch() -> None:
     def run(held: list[torch.Tensor]) -> AdvancedBeams:
         logits, scores, counts, nodes, bits, filtered, row_k, failed = held
         allowed = reference.AllowedNodes(bits, filtered)
-        return select_level(logits, scores, counts, children, nodes, allowed, 256, row_k, True, failed)
+        arguments = logits, scores, counts, children, nodes, allowed, 256, row_k, True, failed
+        return select_level(*arguments, capacity=capacity)
 
     held = tensors(0)
     run(held)

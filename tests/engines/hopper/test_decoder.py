@@ -121,6 +121,10 @@ CASES = {
 def test_equals_the_reference_engine(case: str) -> None:
     config, precision, options = CASES[case]
     pair = make_pair(config, precision, options)
+    # Both kinds of tables: the codebooks of the first levels are nearly full.
+    assert pair.decoder.trie_buffers is not None
+    capacities = [pair.decoder.trie_buffers.capacity(level, LIMITS.beam) for level in range(LIMITS.levels)]
+    assert capacities[0] is None and capacities[-1] is not None
     requests = (
         make_request(pair.catalog, 5, 6, 1),
         make_request(pair.catalog, 0, 3, 2),

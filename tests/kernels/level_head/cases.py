@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -74,3 +74,14 @@ def make_case(
     return Case(
         logits, scores.to(device), counts.to(device), level, None if nodes is None else nodes.to(device), allowed
     )
+
+
+def with_distinct_nodes(case: Case, seed: int = 0) -> Case:
+    """The same with live beams on different nodes in order, as those of a search are."""
+    assert case.children is not None and case.nodes is not None
+    generator = torch.Generator().manual_seed(seed)
+    nodes = torch.full_like(case.nodes, -1)
+    for request, count in enumerate(case.beam_counts.tolist()):
+        chosen = torch.randperm(len(case.children.first_child) - 1, generator=generator)[:count]
+        nodes[request, :count] = chosen.sort().values.int().to(nodes.device)
+    return replace(case, nodes=nodes)

@@ -24,16 +24,28 @@ LEVELS, K = 3, 6
 
 def of_reference(*arguments: object, **named: object) -> AdvancedBeams:
     logits, scores, counts, children, nodes, allowed, k, row_k, in_sid_order, failed = arguments
-    candidates = reference.score_candidates(logits, scores, counts, children, nodes, allowed)  # type: ignore[arg-type]
+    capacity, prefix = named.get("capacity"), None
+    level = logits, scores, counts, children, nodes, allowed
+    if capacity is None:
+        candidates = reference.score_candidates(*level)  # type: ignore[arg-type]
+    else:
+        candidates = reference.score_compact(*level, capacity)  # type: ignore[arg-type]
+        prefix = reference.child_prefix(counts, children, nodes)  # type: ignore[arg-type]
     values, indices = reference.topk(candidates, k, row_k)  # type: ignore[arg-type]
     codes = logits.shape[1]  # type: ignore[attr-defined]
-    return reference.advance_beams(values, indices, codes, children, nodes, in_sid_order, failed)  # type: ignore[arg-type]
+    return reference.advance_beams(values, indices, codes, children, nodes, in_sid_order, failed, prefix)  # type: ignore[arg-type]
 
 
-def of_kernels(*arguments: object) -> AdvancedBeams:
+def of_kernels(*arguments: object, **named: object) -> AdvancedBeams:
     from loka_serve.kernels.level_head.select import select_level
 
-    return select_level(*arguments)  # type: ignore[arg-type]
+    return select_level(*arguments, **named)  # type: ignore[arg-type]
+
+
+def capacities_of(trie: Trie) -> list[int]:
+    """Of each level's compact table, for one beam, then K: as tight as can be."""
+    counts = [np.array(trie.node_counts[:1]), *(np.diff(offsets) for offsets in trie.child_offsets)]
+    return [reference.compact_capacity(each, 1 if level == 0 else K) for level, each in enumerate(counts)]
 
 
 def trie_levels(trie: Trie) -> list[TrieLevel]:
@@ -59,12 +71,13 @@ def filters_of(trie: Trie, batch: int, generator: np.random.Generator) -> list[n
     return masks
 
 
-def assert_same_search(select_level: Select, seed: int, ties: bool, filters: bool, poison: bool) -> None:
+def assert_same_search(select_level: Select, seed: int, ties: bool, filters: bool, poison: bool, compact: bool) -> None:
     generator = np.random.default_rng(seed)
     sizes = tuple(int(size) for size in generator.integers(1, 12, LEVELS))
     semantic_ids = generator.integers(0, sizes, (int(generator.integers(1, 60)), LEVELS))
     trie, _ = compile_trie(semantic_ids, codebook_sizes=sizes)
     tensors, levels = TrieTensors.from_trie(trie, DEVICE), trie_levels(trie)
+    capacities: list[int | None] = [*capacities_of(trie)] if compact else [None] * LEVELS
     batch = int(generator.integers(2, 5))
     row_k = torch.from_numpy(generator.integers(1, K + 1, batch)).int().to(DEVICE)
     masks = filters_of(trie, batch, generator) if filters else None
@@ -95,7 +108,8 @@ def assert_same_search(select_level: Select, seed: int, ties: bool, filters: boo
             before = found.scores, found.counts, found.nodes, found.failed
         scores, counts, nodes, failed = before
         flat = logits.flatten(0, 1)
-        found = select_level(flat, scores, counts, levels[level], nodes, packed, K, row_k, not last, failed)
+        arguments = flat, scores, counts, levels[level], nodes, packed, K, row_k, not last, failed
+        found = select_level(*arguments, capacity=capacities[level])
         assert_same_beams(found, expected)
 
 
@@ -113,18 +127,27 @@ def assert_same_beams(found: AdvancedBeams, expected: Beams) -> None:
         assert (found.scores[request, count:] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("compact", [False, True])
 @given(st.integers(0, 2**31), st.booleans(), st.booleans(), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_reference_search(seed: int, ties: bool, filters: bool, poison: bool) -> None:
-    assert_same_search(of_reference, seed, ties, filters, poison)
+@settings(max_examples=100, deadline=None)
+def test_reference_search(compact: bool, seed: int, ties: bool, filters: bool, poison: bool) -> None:
+    assert_same_search(of_reference, seed, ties, filters, poison, compact)
 
 
 @needs_triton
+@pytest.mark.parametrize("compact", [False, True])
 @given(st.integers(0, 2**31), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=25, deadline=None)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
-def test_kernels_search(seed: int, ties: bool, filters: bool, poison: bool) -> None:
-    assert_same_search(of_kernels, seed, ties, filters, poison)
+def test_kernels_search(compact: bool, seed: int, ties: bool, filters: bool, poison: bool) -> None:
+    assert_same_search(of_kernels, seed, ties, filters, poison, compact)
+
+
+@given(st.lists(st.integers(0, 300), max_size=40), st.integers(1, 50))
+def test_capacity_is_that_of_the_widest_nodes(counts: list[int], beams: int) -> None:
+    capacity = reference.compact_capacity(np.array(counts, dtype=np.int64), beams)
+    widest = sum(sorted(counts, reverse=True)[:beams])
+    assert widest <= capacity < widest + 17 and capacity % 16 == 0 and capacity > 0
 
 
 @needs_triton

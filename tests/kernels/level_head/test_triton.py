@@ -120,7 +120,7 @@ def test_packed_bits(nodes: int, seed: int) -> None:
 def test_beams_equal_reference(
     batch: int, beams: int, codes: int, children: int | None, k: int, in_sid_order: bool
 ) -> None:
-    from loka_serve.kernels.level_head.triton import advance_beams
+    from loka_serve.kernels.level_head.triton_advance import advance_beams
 
     case = make_case(batch, beams, codes, DEVICE, children=children, seed=k)
     # Few distinct scores, so that ties are everywhere.
@@ -137,7 +137,8 @@ def test_beams_equal_reference(
 
 def test_beams_of_no_request_and_no_width() -> None:
     from loka_serve.kernels.level_head.select import select_level
-    from loka_serve.kernels.level_head.triton import advance_beams, score_candidates
+    from loka_serve.kernels.level_head.triton import score_candidates
+    from loka_serve.kernels.level_head.triton_advance import advance_beams
 
     case = make_case(2, 3, 10, DEVICE, children=4)
     nothing = select_level(*case.arguments(), k=0, row_k=None, in_sid_order=True)
@@ -149,7 +150,8 @@ def test_beams_of_no_request_and_no_width() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    from loka_serve.kernels.level_head.triton import advance_beams, score_candidates
+    from loka_serve.kernels.level_head.triton import score_candidates
+    from loka_serve.kernels.level_head.triton_advance import advance_beams
 
     case = make_case(2, 3, 40, DEVICE, children=20, filters=True)
     assert case.nodes is not None and case.allowed is not None and case.parent_scores is not None
@@ -179,7 +181,8 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_compiles_for_hopper() -> None:
-    from loka_serve.kernels.level_head.triton import advance_kernel, score_kernel
+    from loka_serve.kernels.level_head.triton import score_kernel
+    from loka_serve.kernels.level_head.triton_advance import advance_kernel
 
     names = ("beam_counts", "first_child", "codes", "nodes", "bits", "filtered")
     compile_for_hopper(
@@ -194,15 +197,25 @@ def test_compiles_for_hopper() -> None:
             for constrained, filters in ((False, False), (True, False), (True, True))
         ],
     )
-    integers = ("indices", "first_child", "codes", "nodes", "failed_before", "out_node", "out_code", "out_parent")
+    integers = (
+        "indices",
+        "first_child",
+        "codes",
+        "nodes",
+        "prefix",
+        "failed_before",
+        "out_node",
+        "out_code",
+        "out_parent",
+    )
     compile_for_hopper(
         advance_kernel,
         signature={f"{name}_ptr": "*i32" for name in (*integers, "count", "failed")}
         | {"values_ptr": "*fp32", "out_score_ptr": "*fp32", "k": "i32", "beams": "i32"},
         configurations=[
-            {"CODES": 8192, "K_PADDED": k, "BEAMS": 32, "CONSTRAINED": constrained}
-            | {"IN_SID_ORDER": constrained, "FAILED_BEFORE": constrained}
+            {"CODES": 8192, "K_PADDED": k, "BEAMS": 32, "CONSTRAINED": constrained, "COMPACT": compact}
+            | {"IN_SID_ORDER": constrained, "FAILED_BEFORE": constrained, "PARENTS_PADDED": k if compact else 1}
             for k in (16, 512, 1024)
-            for constrained in (False, True)
+            for constrained, compact in ((False, False), (True, False), (True, True))
         ],
     )
