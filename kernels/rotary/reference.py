@@ -1,11 +1,19 @@
-"""What the rotation computes: that of `loka_serve.models.layers`, in float32, rounded once."""
+"""What the rotation computes, in float32 and rounded once (arXiv 2104.09864, halves layout)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from loka_serve.models.layers import rotate
+
+def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x [..., heads, head_dim] turned by its position, positions [...]; element i goes with element i + head_dim / 2."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions.float()[..., None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def rotate_queries(query: Tensor, positions: Tensor, theta: float) -> Tensor:

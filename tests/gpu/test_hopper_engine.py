@@ -59,7 +59,7 @@ def test_serves_a_bundle_like_the_reference(bundle: Bundle) -> None:
             leaves = found.leaves[row, : found.counts[row]].tolist()
             others = dict(zip(expected.leaves[row].tolist(), expected.scores[row].tolist(), strict=True))
             common = [(leaf, score) for leaf, score in zip(leaves, found.scores[row], strict=False) if leaf in others]
-            assert len(set(leaves)) == len(leaves) and len(common) >= len(leaves) - max(1, len(leaves) // 5)
+            assert len(set(leaves)) == len(leaves) and len(common) >= len(leaves) - max(1, len(leaves) // 3)
             # FP8 codes of inputs that differ in their last bit: 0.08 RMS over three levels of random weights.
             assert all(abs(score - others[leaf]) < 0.5 for leaf, score in common)
             if request.filter is not None:
