@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [..., heads, head_dim] turned by its position, positions [...]; element i goes with element i + head_dim / 2."""
+    """x [..., heads, head_dim] turned by its position, [...]; element i goes with element i + head_dim / 2."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions.float()[..., None, None] * frequencies
