@@ -19,6 +19,7 @@ from loka_serve.kernels.beam_attention.triton_context import quantize_context
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.kernels.embed_context.triton import embed_context, embed_context_quantize, embed_static
 from loka_serve.kernels.moe.block import expert_outputs
+from loka_serve.kernels.moe.routing import Router
 from loka_serve.kernels.rotary.triton import rotate_keys, rotate_queries
 from loka_serve.kernels.self_attention.triton import self_attention, self_attention_quantize
 
@@ -185,9 +186,13 @@ class Forward:
     ) -> tuple[Tensor, Activation]:
         if isinstance(weights, DenseFeedForward):
             return self.produce.norm(self._dense(weights, normed), x, next_gain, {next_recipe})
-        router = self.produce.project(normed, weights.router, torch.float32)
+        logits: Tensor | Router
+        if weights.router.recipe == "bf16":
+            logits = Router(normed.of("bf16")[0], weights.router.weight)
+        else:
+            logits = self.produce.project(normed, weights.router, torch.float32)
         rows, scale = normed.of(weights.recipe)
-        experts = expert_outputs(rows, scale, router, weights.selection_bias, weights.experts, weights.top_k)
+        experts = expert_outputs(rows, scale, logits, weights.selection_bias, weights.experts, weights.top_k)
         shared = None if weights.shared is None else self._dense(weights.shared, normed)
         return self.produce.combine_norm(experts, shared, x, next_gain, next_recipe)
 

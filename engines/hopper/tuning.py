@@ -63,7 +63,8 @@ def _decoder_sites(weights: HopperWeights) -> Iterator[tuple[str, Site]]:
         if dense is not None:
             yield "linear", dense.gate_up
             yield "linear", dense.down
-        if not isinstance(feed_forward, DenseFeedForward):
+        # A bfloat16 router is no linear of its own: the kernel that selects experts multiplies by it.
+        if not isinstance(feed_forward, DenseFeedForward) and feed_forward.router.recipe != "bf16":
             yield "linear_float32", feed_forward.router
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from .combine import combine
 from .experts import Tiling, expert_linear, gate_up_swiglu
 from .reference import ExpertWeights
-from .routing import route, sort_rows
+from .routing import Router, route_and_sort
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def choose_configuration(rows: int, experts: int, fp8: bool) -> Configuration:
 def expert_outputs(
     x: Tensor,
     scale: Tensor | None,
-    logits: Tensor,
+    logits: Tensor | Router,
     selection_bias: Tensor,
     weights: ExpertWeights,
     top_k: int,
@@ -51,15 +51,16 @@ def expert_outputs(
 
     Args:
         x, scale: normed tokens as the weights' recipe takes them, see `gate_up_swiglu`.
-        logits: contiguous float32 or bfloat16 [tokens, routed experts]. The weights' further experts are shared ones,
-            computed for every token in the same launches.
+        logits: contiguous float32 or bfloat16 [tokens, routed experts], or the router that makes them. The weights'
+            further experts are shared ones, computed for every token in the same launches.
         configuration: fixes the tilings, which otherwise follow from the number of tokens.
     """
     experts = weights.gate_up.shape[0]
-    routing = route(logits, selection_bias, top_k, experts - logits.shape[1])
+    shared_experts = experts - len(selection_bias)
     if configuration is None:
-        configuration = choose_configuration(routing.selected.numel(), experts, fp8=scale is not None)
-    rows = sort_rows(routing, experts, configuration.gate_up.block_m)
+        configuration = choose_configuration(len(x) * (top_k + shared_experts), experts, fp8=scale is not None)
+    block_m = configuration.gate_up.block_m
+    slot_weights, rows = route_and_sort(logits, selection_bias, top_k, shared_experts, block_m)
     hidden, hidden_scale = gate_up_swiglu(
         x,
         scale,
@@ -70,13 +71,13 @@ def expert_outputs(
         quantize=weights.down_scale is not None,
     )
     outputs = expert_linear(hidden, hidden_scale, weights.down, weights.down_scale, rows, configuration.down)
-    return outputs, rows.positions, routing.weights
+    return outputs, rows.positions, slot_weights
 
 
 def moe_block(
     x: Tensor,
     scale: Tensor | None,
-    logits: Tensor,
+    logits: Tensor | Router,
     selection_bias: Tensor,
     weights: ExpertWeights,
     top_k: int,

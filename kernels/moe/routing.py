@@ -1,4 +1,4 @@
-"""Router and sort by expert: two small kernels whose launches depend on shapes alone."""
+"""Router and sort by expert: one or two short kernels whose launches depend on shapes alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .reference import SortedRows, block_bound
+from .triton_router import router_kernel, router_sort_kernel, sort_kernel
 
-CHUNK = 64  # tokens of one program of the router and of the sort
 MAX_EXPERTS = 256
+DESCRIBED = 16  # blocks whose experts and padding one program of the sort writes
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router that is yet to be applied: logits = x W^T, which the kernel that selects computes on the way.
+
+    Attributes:
+        x: contiguous bfloat16 [tokens, d_model].
+        weight: contiguous bfloat16 [experts, d_model].
+    """
+
+    x: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -21,152 +34,87 @@ class Routing:
 
     Attributes:
         selected, weights: int32 and float32 [tokens, slots].
-        counts: int32 [chunks, columns], how often each expert was selected in each chunk of `CHUNK` tokens.
+        ranks: int32 [tokens, slots], how many tokens before, of the same chunk, selected the same expert.
+        counts: int32 [chunks, columns], how often each expert was selected in each chunk.
+        chunk: tokens of a chunk; the last one may have fewer.
     """
 
     selected: Tensor
     weights: Tensor
+    ranks: Tensor
     counts: Tensor
+    chunk: int
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def router_kernel(
-    logits_ptr,
-    bias_ptr,
-    selected_ptr,
-    weight_ptr,
-    count_ptr,
-    tokens,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,  # TOP_K, then the shared experts
-    SLOTS_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,  # power of two, at least all experts
-    CHUNK: tl.constexpr,
-):
-    LAST: tl.constexpr = -(2**63)
-    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.arange(0, COLUMNS)
-    inside = token < tokens
-    at = token.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    logits = tl.load(logits_ptr + at, mask=inside[:, None] & (expert < EXPERTS)[None, :], other=0.0)
-    score = tl.sigmoid(logits.to(tl.float32))
-    biased = score + tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)[None, :]
-    # As integers: a float's order in the upper half (NaN above all, as torch.sort has it), lower experts first below.
-    bits = biased.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(biased == biased, key, 0x7FFFFFFF)
-    rank = (key.to(tl.int64) << 32) | (COLUMNS - 1 - expert).to(tl.int64)[None, :]
-    rank = tl.where((expert < EXPERTS)[None, :], rank, LAST)
+@dataclass(frozen=True)
+class RouterTiling:
+    """Tokens of a program, which are a chunk of the sort; warps and pipeline stages of the product."""
 
-    slot = tl.arange(0, SLOTS_PADDED)[None, :]
-    selected = tl.zeros([CHUNK, SLOTS_PADDED], tl.int32) + (EXPERTS - TOP_K + slot)  # right for the shared experts
-    weight = tl.zeros([CHUNK, SLOTS_PADDED], tl.float32)
-    total = tl.zeros([CHUNK], tl.float32)
-    members = tl.zeros([CHUNK, COLUMNS], tl.int32) + ((expert >= EXPERTS) & (expert < EXPERTS + SLOTS - TOP_K))[None, :]
-    for k in tl.static_range(TOP_K):
-        best = COLUMNS - 1 - (tl.max(rank, axis=1) & 0xFFFFFFFF).to(tl.int32)
-        chosen = expert[None, :] == best[:, None]
-        chosen_score = tl.sum(tl.where(chosen, score, 0.0), axis=1)
-        total += chosen_score
-        selected = tl.where(slot == k, best[:, None], selected)
-        weight = tl.where(slot == k, chosen_score[:, None], weight)
-        members += chosen
-        rank = tl.where(chosen, LAST, rank)
-    weight = tl.where(slot < TOP_K, weight / total[:, None], 1.0)
-    at = token.to(tl.int64)[:, None] * SLOTS + slot
-    mask = inside[:, None] & (slot < SLOTS)
-    tl.store(selected_ptr + at, selected, mask=mask)
-    tl.store(weight_ptr + at, weight, mask=mask)
-    tl.store(count_ptr + tl.program_id(0) * COLUMNS + expert, tl.sum(tl.where(inside[:, None], members, 0), axis=0))
+    chunk: int
+    warps: int = 8
+    stages: int = 6
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "blocks"])
-def sort_kernel(
-    selected_ptr,
-    count_ptr,
-    row_token_ptr,
-    expert_of_block_ptr,
-    block_count_ptr,
-    position_ptr,
-    tokens,
-    chunks,
-    blocks,
-    SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    # Every program adds up the counts of all chunks for itself, which is cheaper than one more launch.
-    chunk = tl.program_id(0)
-    expert = tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], tl.int32)
-    before = tl.zeros([COLUMNS], tl.int32)
-    for start in range(0, chunks, 64):
-        other = start + tl.arange(0, 64)
-        at = other[:, None] * COLUMNS + expert[None, :]
-        counts = tl.load(count_ptr + at, mask=(other < chunks)[:, None], other=0)
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where((other < chunk)[:, None], counts, 0), axis=0)
-    expert_blocks = (total + BLOCK_M - 1) // BLOCK_M
-    block_end = tl.cumsum(expert_blocks, axis=0)
-    start_row = (block_end - expert_blocks) * BLOCK_M
-
-    if chunk == chunks:  # the last program has no tokens: it marks padding and names each block's expert
-        padding = (start_row + total)[:, None] + tl.arange(0, BLOCK_M)[None, :]
-        tl.store(row_token_ptr + padding, -1, mask=padding < (block_end * BLOCK_M)[:, None])
-        tl.store(block_count_ptr, tl.sum(expert_blocks, axis=0))
-        for start in range(0, blocks, 64):
-            block = start + tl.arange(0, 64)
-            owner = tl.sum((block_end[None, :] <= block[:, None]).to(tl.int32), axis=1)
-            owner = tl.where(owner < COLUMNS, owner, -1)
-            tl.store(expert_of_block_ptr + block, owner, mask=block < blocks)
-    else:
-        token = chunk * CHUNK + tl.arange(0, CHUNK)
-        inside = token < tokens
-        slot_ptrs = selected_ptr + token.to(tl.int64) * SLOTS
-        members = tl.zeros([CHUNK, COLUMNS], tl.int32)
-        for slot in tl.static_range(SLOTS):
-            selected = tl.load(slot_ptrs + slot, mask=inside, other=-1)
-            members += selected[:, None] == expert[None, :]
-        row = (start_row + before)[None, :] + tl.cumsum(members, axis=0) - members
-        for slot in tl.static_range(SLOTS):
-            selected = tl.load(slot_ptrs + slot, mask=inside, other=-1)
-            position = tl.sum(tl.where(selected[:, None] == expert[None, :], row, 0), axis=1)
-            tl.store(position_ptr + token.to(tl.int64) * SLOTS + slot, position, mask=inside)
-            tl.store(row_token_ptr + position, token, mask=inside)
+# For at most so many tokens. A program reads the whole weight, so the chunk grows once the device's 132 multiprocessors
+# have one each; few values a thread, hence many warps, keep the code short.
+TILINGS: tuple[tuple[float, RouterTiling], ...] = (
+    (132 * 16, RouterTiling(16)),
+    (132 * 32, RouterTiling(32)),
+    (float("inf"), RouterTiling(64, stages=3)),
+)
+JOINT_TOKENS = 16  # at most so many are routed and sorted by one program
 
 
-def route(logits: Tensor, selection_bias: Tensor, top_k: int, shared_experts: int = 0) -> Routing:
-    """As `reference.route`, with the counts that `sort_rows` needs; logits contiguous float32 or bfloat16."""
-    tokens, experts = logits.shape
-    if logits.dtype not in (torch.float32, torch.bfloat16) or not logits.is_contiguous():
-        raise ValueError(f"logits: expected contiguous float32 or bfloat16 [tokens, experts], got {logits.dtype}")
-    if selection_bias.shape != (experts,):
-        raise ValueError(f"selection_bias: expected [{experts}], got {list(selection_bias.shape)}")
-    if not 0 < top_k <= experts or experts + shared_experts > MAX_EXPERTS:
-        raise ValueError(f"top_k = {top_k} of {experts} + {shared_experts} experts: at most {MAX_EXPERTS} experts")
-    slots, columns, chunks = top_k + shared_experts, _columns(experts + shared_experts), triton.cdiv(tokens, CHUNK)
-    selected = logits.new_empty(tokens, slots, dtype=torch.int32)
-    weights = logits.new_empty(tokens, slots, dtype=torch.float32)
-    counts = logits.new_empty(chunks, columns, dtype=torch.int32)
+def choose_tiling(tokens: int) -> RouterTiling:
+    """The table's entry; known from shapes, fixed at capture."""
+    return next(tiling for limit, tiling in TILINGS if tokens <= limit)
+
+
+def route(
+    logits: Tensor | Router,
+    selection_bias: Tensor,
+    top_k: int,
+    shared_experts: int = 0,
+    tiling: RouterTiling | None = None,
+) -> Routing:
+    """As `reference.route`, with what `sort_rows` needs.
+
+    Args:
+        logits: contiguous float32 or bfloat16 [tokens, experts], or what they are the product of.
+        selection_bias: float [experts].
+    """
+    source, tokens, experts = _check(logits, selection_bias, top_k, shared_experts)
+    tiling = tiling or choose_tiling(tokens)
+    slots, columns, chunks = top_k + shared_experts, _columns(experts + shared_experts), -(-tokens // tiling.chunk)
+    selected = source.new_empty(tokens, slots, dtype=torch.int32)
+    weights = source.new_empty(tokens, slots, dtype=torch.float32)
+    ranks = torch.empty_like(selected)
+    counts = source.new_empty(chunks, columns, dtype=torch.int32)
     if tokens:
+        k = logits.weight.shape[1] if isinstance(logits, Router) else 0
         router_kernel[(chunks,)](
-            logits,
+            source,
+            logits.weight if isinstance(logits, Router) else source,
             selection_bias,
             selected,
             weights,
+            ranks,
             counts,
             tokens,
+            k,
+            top_k,
+            K=k,
             EXPERTS=experts,
             TOP_K=top_k,
             SLOTS=slots,
             SLOTS_PADDED=triton.next_power_of_2(slots),
             COLUMNS=columns,
-            CHUNK=CHUNK,
-            num_warps=8,
+            CHUNK=tiling.chunk,
+            BLOCK_K=_block_k(columns),
+            STAGES=tiling.stages,
+            num_warps=tiling.warps,
         )
-    return Routing(selected, weights, counts)
+    return Routing(selected, weights, ranks, counts, tiling.chunk)
 
 
 def sort_rows(routing: Routing, experts: int, block_m: int) -> SortedRows:
@@ -176,30 +124,119 @@ def sort_rows(routing: Routing, experts: int, block_m: int) -> SortedRows:
     chunks, columns = routing.counts.shape
     if columns != _columns(experts):
         raise ValueError(f"experts = {experts}, but the routing was counted in {columns} columns")
-    blocks = block_bound(tokens, slots, experts, block_m)
-    row_tokens = selected.new_empty(blocks * block_m)
-    expert_of_block = selected.new_empty(blocks)
-    block_count = selected.new_zeros(1) if not tokens else selected.new_empty(1)
-    positions = torch.empty_like(selected)
+    rows, blocks = _allocate(selected, experts, block_m)
     if tokens:
-        sort_kernel[(chunks + 1,)](
+        sort_kernel[(chunks + triton.cdiv(blocks, DESCRIBED),)](
             selected,
+            routing.ranks,
             routing.counts,
-            row_tokens,
-            expert_of_block,
-            block_count,
-            positions,
+            rows.tokens,
+            rows.expert_of_block,
+            rows.block_count,
+            rows.positions,
             tokens,
             chunks,
             blocks,
             SLOTS=slots,
+            PAIRS=triton.next_power_of_2(routing.chunk * slots),
             COLUMNS=columns,
             BLOCK_M=block_m,
-            CHUNK=CHUNK,
+            CHUNK=routing.chunk,
+            READ=min(max(16, triton.next_power_of_2(chunks)), 8192 // columns),
+            DESCRIBED=DESCRIBED,
             num_warps=8,
         )
-    return SortedRows(row_tokens, expert_of_block, block_count, positions, block_m)
+    return rows
+
+
+def route_and_sort(
+    logits: Tensor | Router,
+    selection_bias: Tensor,
+    top_k: int,
+    shared_experts: int,
+    block_m: int,
+    joint_tokens: int = JOINT_TOKENS,
+) -> tuple[Tensor, SortedRows]:
+    """(slot weights, rows) of `route` and `sort_rows`; up to `joint_tokens` tokens in one launch, given a `Router`."""
+    source, tokens, experts = _check(logits, selection_bias, top_k, shared_experts)
+    if not isinstance(logits, Router) or not 0 < tokens <= joint_tokens:
+        routing = route(logits, selection_bias, top_k, shared_experts)
+        return routing.weights, sort_rows(routing, experts + shared_experts, block_m)
+    slots, columns, k = top_k + shared_experts, _columns(experts + shared_experts), logits.weight.shape[1]
+    selected = source.new_empty(tokens, slots, dtype=torch.int32)
+    weights = source.new_empty(tokens, slots, dtype=torch.float32)
+    rows, blocks = _allocate(selected, experts + shared_experts, block_m)
+    router_sort_kernel[(1,)](
+        source,
+        logits.weight,
+        selection_bias,
+        selected,
+        weights,
+        rows.tokens,
+        rows.expert_of_block,
+        rows.block_count,
+        rows.positions,
+        tokens,
+        blocks,
+        k,
+        top_k,
+        K=k,
+        EXPERTS=experts,
+        TOP_K=top_k,
+        SLOTS=slots,
+        SLOTS_PADDED=triton.next_power_of_2(slots),
+        COLUMNS=columns,
+        BLOCK_M=block_m,
+        CHUNK=max(16, triton.next_power_of_2(tokens)),
+        BLOCK_K=_block_k(columns),
+        STAGES=6 if tokens <= 32 else 3,
+        DESCRIBED=DESCRIBED,
+        num_warps=8,
+    )
+    return weights, rows
+
+
+def _check(logits: Tensor | Router, selection_bias: Tensor, top_k: int, shared_experts: int) -> tuple[Tensor, int, int]:
+    """(logits or x, tokens, experts) of arguments that fit together.
+
+    Raises:
+        ValueError: names the argument that does not.
+    """
+    if isinstance(logits, Router):
+        source, weight = logits.x, logits.weight
+        if source.dtype != torch.bfloat16 or not source.is_contiguous():
+            raise ValueError(f"router.x: expected contiguous bfloat16 [tokens, d_model], got {source.dtype}")
+        if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or weight.shape[1] != source.shape[1]:
+            raise ValueError(
+                f"router.weight: expected contiguous bfloat16 [experts, {source.shape[1]}], "
+                f"got {weight.dtype} {list(weight.shape)}"
+            )
+        tokens, experts = len(source), len(weight)
+    else:
+        source = logits
+        tokens, experts = logits.shape
+        if logits.dtype not in (torch.float32, torch.bfloat16) or not logits.is_contiguous():
+            raise ValueError(f"logits: expected contiguous float32 or bfloat16 [tokens, experts], got {logits.dtype}")
+    if selection_bias.shape != (experts,):
+        raise ValueError(f"selection_bias: expected [{experts}], got {list(selection_bias.shape)}")
+    if not 0 < top_k <= experts or experts + shared_experts > MAX_EXPERTS:
+        raise ValueError(f"top_k = {top_k} of {experts} + {shared_experts} experts: at most {MAX_EXPERTS} experts")
+    return source, tokens, experts
+
+
+def _allocate(selected: Tensor, experts: int, block_m: int) -> tuple[SortedRows, int]:
+    """Rows for (token, slot) pairs [tokens, slots], and the number of their blocks."""
+    tokens, slots = selected.shape
+    blocks = block_bound(tokens, slots, experts, block_m)
+    row_tokens, owner = selected.new_empty(blocks * block_m), selected.new_empty(blocks)
+    block_count = selected.new_empty(1) if tokens else selected.new_zeros(1)
+    return SortedRows(row_tokens, owner, block_count, torch.empty_like(selected), block_m), blocks
 
 
 def _columns(experts: int) -> int:
     return max(16, triton.next_power_of_2(experts))
+
+
+def _block_k(columns: int) -> int:
+    """16 KiB of the router's weight a stage."""
+    return max(32, min(128, 8192 // columns))

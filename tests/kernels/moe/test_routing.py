@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from loka_serve.kernels.moe import reference
-from tests.kernels.devices import DEVICE, compile_for_hopper, needs_triton
+from tests.kernels.beam_attention.compiled import MachineCode, machine_code
+from tests.kernels.devices import DEVICE, needs_triton
 from tests.kernels.moe.cases import LOADS, make_logits
 
 pytestmark = needs_triton
@@ -90,15 +92,50 @@ def test_no_tokens_and_wrong_arguments() -> None:
 
 
 def test_compiles_for_hopper() -> None:
-    from loka_serve.kernels.moe.routing import CHUNK, router_kernel, sort_kernel
+    from loka_serve.kernels.moe.routing import DESCRIBED, TILINGS
+    from loka_serve.kernels.moe.triton_router import router_kernel, router_sort_kernel, sort_kernel
 
-    integers = dict.fromkeys(
-        ("selected_ptr", "count_ptr", "position_ptr", "row_token_ptr", "expert_of_block_ptr", "block_count_ptr"), "*i32"
+    integers = ("selected", "rank", "count", "position", "row_token", "expert_of_block", "block_count")
+    types = {
+        **{f"{name}_ptr": "*i32" for name in integers},
+        **dict.fromkeys(("bias_ptr", "slot_weight_ptr"), "*fp32"),
+        **dict.fromkeys(("x_ptr", "weight_ptr"), "*bf16"),
+        **dict.fromkeys(("tokens", "chunks", "blocks", "end_k", "top_k"), "i32"),
+    }
+    preset = {"EXPERTS": 53, "TOP_K": 3, "SLOTS": 4, "SLOTS_PADDED": 4, "COLUMNS": 64, "K": 1408, "BLOCK_K": 128}
+    most = {**preset, "EXPERTS": 255, "TOP_K": 8, "SLOTS": 9, "SLOTS_PADDED": 16, "COLUMNS": 256, "BLOCK_K": 32}
+    one = {**preset, "TOP_K": 1, "SLOTS": 1, "SLOTS_PADDED": 1}
+    tilings = [tiling for _, tiling in TILINGS]
+    chunks = [{"CHUNK": tiling.chunk, "STAGES": tiling.stages} for tiling in tilings]
+    routers = [preset | chunk for chunk in chunks]
+    codes = check_code(router_kernel, types, [*routers, one | chunks[0], most | chunks[0]])
+    # The code is what a launch waits for; as much again and the kernel has been unrolled.
+    for code, limit in zip(codes, (1300, 1800, 2900), strict=False):
+        assert sum(code.instructions.values()) < limit
+    assert all(code.instructions["HMMA"] or code.instructions["HGMMA"] for code in codes)
+    for dtype in ("*fp32", "*bf16"):
+        check_code(router_kernel, types | {"x_ptr": dtype}, [routers[0] | {"K": 0}])
+    check_code(router_sort_kernel, types, [routers[0] | {"BLOCK_M": 64, "DESCRIBED": DESCRIBED}])
+    sorts = [
+        preset | chunk | {"PAIRS": 4 * chunk["CHUNK"], "READ": read, "BLOCK_M": block_m, "DESCRIBED": DESCRIBED}
+        for chunk, read, block_m in zip(chunks, (16, 128, 128), (64, 128, 128), strict=True)
+    ]
+    check_code(sort_kernel, types, sorts)
+
+
+def check_code(kernel: Any, types: dict[str, str], variants: list[dict[str, int]]) -> list[MachineCode]:
+    """Machine code of the variants, which fits and keeps nothing in local memory."""
+    codes = machine_code(
+        kernel,
+        [
+            {
+                "signature": {name: types[name] for name in kernel.arg_names if not name.isupper()},
+                "constants": {name: variant[name] for name in kernel.arg_names if name.isupper()},
+                "options": {"num_warps": 8},
+            }
+            for variant in variants
+        ],
     )
-    floats = dict.fromkeys(("logits_ptr", "bias_ptr", "weight_ptr"), "*fp32")
-    bf16 = dict.fromkeys(("output_ptr", "shared_ptr", "residual_ptr", "out_ptr"), "*bf16")
-    signature = {**integers, **floats, **bf16, **dict.fromkeys(("tokens", "chunks", "blocks"), "i32")}
-    sizes = {"SLOTS": 4, "COLUMNS": 64, "CHUNK": CHUNK}
-    router = {**sizes, "EXPERTS": 53, "TOP_K": 3, "SLOTS_PADDED": 4}
-    compile_for_hopper(router_kernel, signature, [router, {**router, "logits_ptr": "*bf16"}], num_warps=8)
-    compile_for_hopper(sort_kernel, signature, [{**sizes, "BLOCK_M": block_m} for block_m in (64, 128)], num_warps=8)
+    for variant, code in zip(variants, codes, strict=True):
+        assert code.stack == 0 and code.shared_memory <= 227 << 10, variant
+    return codes
