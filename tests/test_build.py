@@ -219,6 +219,7 @@ def test_an_interrupted_build_leaves_nothing(folder: Path, tmp_path: Path, numbe
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for background jobs
     )
     deadline = time.monotonic() + 60
     while not any(tmp_path.iterdir()):  # until it has begun to write
