@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from ..benchmarking import KernelRow, make_row, time_us
 from ..norm_quantize.triton import residual_norm_quantize
 from ..quantize.reference import expand_row_blocks, quantize_row_blocks_e4m3
 from ..quantize.triton import ROW_SCALES
 from . import baselines, reference
-from .block import Configuration, choose_configuration, moe_block
+from .block import moe_block
 from .combine import combine, combine_norm_quantize
-from .experts import Tiling
+from .configurations import Configuration, choose_configuration
+from .libraries import deep_gemm_takes
 from .reference import ExpertWeights, SortedRows
 from .routing import route, sort_rows
 from .workload import (
@@ -36,24 +35,6 @@ from .workload import (
 TOKENS = (1, 8, 64, 512, 4096, 16384)
 CHECKED_TOKENS, CHECKED_BLOCKS = 64, 4  # whose results are compared with the reference
 
-# Candidates of the sweep, for fewer and for more than 2,048 tokens.
-SMALL = (
-    Tiling(16, 4, 3),
-    Tiling(64, 4, 2),
-    Tiling(64, 4, 3),
-    Tiling(64, 8, 4),
-    Tiling(64, 4, 4, persistent=1),
-    Tiling(64, 8, 4, persistent=1),
-    Tiling(64, 8, 5, persistent=1),
-)
-LARGE = (
-    Tiling(64, 4, 2),
-    Tiling(64, 8, 2),
-    Tiling(128, 8, 3),
-    Tiling(128, 8, 4),
-    Tiling(128, 8, 3, persistent=1),
-    Tiling(128, 8, 4, persistent=1),
-)
 Call = Callable[[Batch], object]
 
 
@@ -63,7 +44,8 @@ def rows(tokens: Sequence[int] = TOKENS) -> Iterator[KernelRow]:
     for fp8 in (False, True):
         weights = make_weights(fp8)
         for count in tokens:
-            configuration = choose_configuration(count * SLOTS, EXPERTS, fp8)
+            library = deep_gemm_takes(weights.gate_up_scale, weights.gate_up)
+            configuration = choose_configuration(count * SLOTS, EXPERTS, fp8, library)
             batches = make_batches(count, weights, configuration)
             if not fp8:
                 yield from _routing_rows(count, batches)
@@ -205,47 +187,3 @@ def _errors(batch: Batch, weights: ExpertWeights) -> dict[str, float]:
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-@dataclass(frozen=True)
-class SweepRow:
-    """One GEMM with one tiling."""
-
-    op: str
-    fp8: bool
-    tokens: int
-    tiling: Tiling
-    us: float
-    tflops: float
-
-
-def sweep(tokens: Sequence[int] = TOKENS, recipes: Sequence[bool] = (True, False)) -> Iterator[SweepRow]:
-    """Every candidate tiling of both GEMMs, for the table in `block.py`; `recipes` are the values of fp8 to try."""
-    for fp8 in recipes:
-        weights = make_weights(fp8)
-        for count in tokens:
-            candidates = SMALL if count < 2048 else LARGE
-            for block_m in sorted({tiling.block_m for tiling in candidates}):
-                tilings = [tiling for tiling in candidates if tiling.block_m == block_m]
-                batches = make_batches(count, weights, Configuration(tilings[0], tilings[0]))
-                for tiling in tilings:
-                    yield from _sweep_tiling(count, fp8, weights, batches, tiling)
-
-
-def _sweep_tiling(
-    tokens: int, fp8: bool, weights: ExpertWeights, batches: list[tuple[Batch]], tiling: Tiling
-) -> Iterator[SweepRow]:
-    flops = 2 * tokens * SLOTS * WIDTH * D_MODEL
-    paired = replace(tiling, paired=True)
-    calls: tuple[tuple[str, Tiling, int, Call], ...] = (
-        ("moe_gate_up", tiling, 2 * flops, lambda b: run_gate_up(b.x, b.scale, weights, b.rows, tiling)),
-        ("moe_down", tiling, flops, lambda b: run_down(b.hidden, b.hidden_scale, weights, b.rows, tiling)),
-        ("moe_down", paired, flops, lambda b: run_down(b.hidden, b.hidden_scale, weights, b.rows, paired)),
-    )
-    for op, used, operations, call in calls:
-        try:
-            us = time_us(call, batches, repeats=9)
-        except OutOfResources as error:
-            print(f"{op}, {used}: {error}")
-            continue
-        yield SweepRow(op, fp8, tokens, used, round(us, 2), round(operations / us / 1e6, 1))

@@ -1,4 +1,7 @@
-"""The two grouped GEMMs of the block as functions: checks, outputs and launches of the kernel in `triton.py`."""
+"""The two grouped GEMMs of the block as functions: checks, outputs and launches of the kernel in `triton.py`.
+
+With a `DeepGemm` in the place of a `Tiling` they run in that library, see `libraries.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantize.triton import BLOCK_SCALES, NO_SCALES, ROW_SCALES, allocate_scales
+from .libraries import DeepGemm, deep_gemm_linear, deep_gemm_swiglu
 from .reference import SortedRows
+from .sorted_rows import gather_rows
 from .triton import grouped_linear_kernel
-
-GROUP_M = 8  # blocks of rows that pass over the weights together, so that a weight tile is read once into L2
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Tiling:
         warps, stages: of a program, and of its pipeline of loads.
         paired: whether a program without SwiGLU computes two neighbouring tiles of 128 columns.
         persistent: so many programs on a multiprocessor compute all tiles in turn; 0: a program for each tile.
+        described: weights, and rows that lie in place, are loaded through tensor descriptors (TMA) and not by threads.
+        wide: one product of 256 columns, without SwiGLU. Block scales need two float32 sums, for which it is too large.
+        ordered: the rows of the first GEMM are brought in order before, not gathered by each program.
+        group_m: blocks of rows that pass over the weights together, so that a weight tile is read once into L2.
     """
 
     block_m: int
@@ -31,6 +39,13 @@ class Tiling:
     stages: int
     paired: bool = False
     persistent: int = 0
+    described: bool = False
+    wide: bool = False
+    ordered: bool = False
+    group_m: int = 8
+
+
+Implementation = Tiling | DeepGemm
 
 
 def gate_up_swiglu(
@@ -39,7 +54,7 @@ def gate_up_swiglu(
     weight: Tensor,
     weight_scale: Tensor | None,
     rows: SortedRows | None,
-    tiling: Tiling,
+    tiling: Implementation,
     quantize: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """silu(gate) * up of each sorted row, rounded once: (bfloat16, None) or, to `quantize`, (E4M3, 1 x 128 scales).
@@ -52,6 +67,10 @@ def gate_up_swiglu(
     Returns:
         [padded rows, width], undefined in padding; the scales are column-major, see `allocate_scales`.
     """
+    if isinstance(tiling, DeepGemm):
+        assert rows is not None
+        _check(x, scale, weight, weight_scale, rows, tiling.block_m)
+        return deep_gemm_swiglu(x, scale, weight, weight_scale, rows, tiling, quantize)
     return _launch(x, scale, weight, weight_scale, rows, tiling, swiglu=True, quantize=quantize)
 
 
@@ -61,7 +80,7 @@ def expert_linear(
     weight: Tensor,
     weight_scale: Tensor | None,
     rows: SortedRows | None,
-    tiling: Tiling,
+    tiling: Implementation,
 ) -> Tensor:
     """Each sorted row times its expert's weight: bfloat16 [padded rows, N], undefined in padding.
 
@@ -69,6 +88,10 @@ def expert_linear(
         x: [padded rows, K] with its scale, otherwise as in `gate_up_swiglu`; a dense linear where `rows` is None.
         weight: [experts, N, K].
     """
+    if isinstance(tiling, DeepGemm):
+        assert rows is not None
+        _check(x, scale, weight, weight_scale, rows, tiling.block_m)
+        return deep_gemm_linear(x, scale, weight, weight_scale, rows, tiling)
     return _launch(x, scale, weight, weight_scale, rows, tiling, swiglu=False, quantize=False)[0]
 
 
@@ -83,7 +106,7 @@ def _launch(
     quantize: bool,
 ) -> tuple[Tensor, Tensor | None]:
     experts, channels, inner = weight.shape
-    scales = _check(x, scale, weight, weight_scale, rows, tiling)
+    scales = _check(x, scale, weight, weight_scale, rows, tiling.block_m)
     if rows is None:
         blocks = triton.cdiv(x.shape[0], tiling.block_m)
         out_rows = x.shape[0]
@@ -92,20 +115,27 @@ def _launch(
         out_rows = blocks * tiling.block_m
     if rows is not None and not swiglu and x.shape[0] != out_rows:
         raise ValueError(f"x: expected {out_rows} sorted rows, got {x.shape[0]}")
+    ordered = tiling.ordered and swiglu and rows is not None
+    if ordered:
+        assert rows is not None
+        x, scale = gather_rows(x, scale, rows)
+    gather = swiglu and rows is not None and not ordered
     width = channels // 2 if swiglu else channels
     out = x.new_empty(out_rows, width, dtype=torch.float8_e4m3fn if quantize else torch.bfloat16)
     out_scale = allocate_scales(out_rows, width, BLOCK_SCALES if quantize else NO_SCALES, x.device)
     if blocks:
-        paired = tiling.paired and not swiglu
-        programs = blocks * triton.cdiv(width, 256 if paired else 128)
+        paired, lanes = tiling.paired and not swiglu, 256 if tiling.wide and not swiglu else 128
+        programs = blocks * triton.cdiv(width, 256 if paired else lanes)
+        block_k = 128 if scales else 64
+        described_x = tiling.described and not gather
         if tiling.persistent:
             programs = min(programs, tiling.persistent * _multiprocessors(x.device))
         grouped_linear_kernel[(programs,)](
-            x,
+            _describe(x, tiling.block_m, block_k) if described_x else x,
             scale,
             scale.stride(0) if scale is not None else 0,
             scale.stride(1) if scale is not None and scale.ndim == 2 else 0,
-            weight,
+            _describe(weight.view(experts * channels, inner), lanes, block_k) if tiling.described else weight,
             weight_scale,
             None if rows is None else rows.tokens,
             None if rows is None else rows.expert_of_block,
@@ -120,13 +150,16 @@ def _launch(
             N=channels,
             K=inner,
             BLOCK_M=tiling.block_m,
-            BLOCK_K=128 if scales else 64,
-            GROUP_M=GROUP_M,
+            BLOCK_K=block_k,
+            GROUP_M=tiling.group_m,
             PERSISTENT=tiling.persistent > 0,
             GROUPED=rows is not None,
-            GATHER=rows is not None and swiglu,
+            GATHER=gather,
             SWIGLU=swiglu,
             PAIRED=paired,
+            LANES=lanes,
+            X_DESCRIBED=described_x,
+            W_DESCRIBED=tiling.described,
             SCALES=scales,
             OUT_SCALES=BLOCK_SCALES if quantize else NO_SCALES,
             num_warps=tiling.warps,
@@ -135,13 +168,19 @@ def _launch(
     return out, out_scale if quantize else None
 
 
+def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    if matrix.shape[1] * matrix.element_size() % 16:
+        raise ValueError(f"tiling: rows of {matrix.shape[1]} x {matrix.dtype} cannot be described, 16 bytes must fit")
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
 def _check(
     x: Tensor,
     scale: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor | None,
     rows: SortedRows | None,
-    tiling: Tiling,
+    block_m: int,
 ) -> int:
     """Which scales the operands carry; ValueError where they do not fit together."""
     experts, channels, inner = weight.shape
@@ -152,8 +191,8 @@ def _check(
         raise ValueError(f"weight: expected contiguous {dtype} [experts, N, K], got {weight.dtype}")
     if rows is None and experts != 1:
         raise ValueError(f"weight: expected one expert for rows in place, got {experts}")
-    if rows is not None and rows.block_m != tiling.block_m:
-        raise ValueError(f"tiling: block_m {tiling.block_m}, but the rows were sorted in blocks of {rows.block_m}")
+    if rows is not None and rows.block_m != block_m:
+        raise ValueError(f"tiling: block_m {block_m}, but the rows were sorted in blocks of {rows.block_m}")
     if scale is None:
         expected: tuple[list[int] | None, list[int] | None] = (None, None)
     elif scale.ndim == 1:

@@ -38,6 +38,7 @@ class SortedRows:
         block_count: int32 [1], how many are needed.
         positions: int32 [tokens, slots], the row that each (token, slot) went to.
         block_m: rows of a block.
+        groups: what a library takes in place of the others, see `libraries.with_groups`.
     """
 
     tokens: Tensor
@@ -45,6 +46,7 @@ class SortedRows:
     block_count: Tensor
     positions: Tensor
     block_m: int
+    groups: Tensor | None = None
 
 
 def route(logits: Tensor, selection_bias: Tensor, top_k: int, shared_experts: int = 0) -> tuple[Tensor, Tensor]:

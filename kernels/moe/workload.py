@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..benchmarking import copies_beyond_l2
 from ..quantize.reference import quantize_row_blocks_e4m3, quantize_tiles_e4m3
-from .block import Configuration
-from .experts import Tiling, expert_linear, gate_up_swiglu
+from .configurations import Configuration
+from .experts import Implementation, expert_linear, gate_up_swiglu
+from .libraries import with_groups
 from .reference import ExpertWeights, SortedRows
 from .routing import Routing, route, sort_rows
 
@@ -61,6 +62,8 @@ def make_batch(tokens: int, weights: ExpertWeights, configuration: Configuration
         scale = scale.T.contiguous().T  # column-major, as the norm leaves it
     routing = route(logits, bias, TOP_K, 1)
     rows = sort_rows(routing, EXPERTS, configuration.gate_up.block_m)
+    if configuration.library is not None:
+        rows = with_groups(rows, EXPERTS, configuration.library)
     hidden, hidden_scale = run_gate_up(x, scale, weights, rows, configuration.gate_up)
     outputs = run_down(hidden, hidden_scale, weights, rows, configuration.down)
     return Batch(x, scale, logits, bias, residual, routing, rows, hidden, hidden_scale, outputs)
@@ -73,13 +76,15 @@ def make_batches(tokens: int, weights: ExpertWeights, configuration: Configurati
 
 
 def run_gate_up(
-    x: Tensor, scale: Tensor | None, weights: ExpertWeights, rows: SortedRows, tiling: Tiling
+    x: Tensor, scale: Tensor | None, weights: ExpertWeights, rows: SortedRows, tiling: Implementation
 ) -> tuple[Tensor, Tensor | None]:
     """The first GEMM as the block runs it."""
     quantize = weights.down_scale is not None
     return gate_up_swiglu(x, scale, weights.gate_up, weights.gate_up_scale, rows, tiling, quantize)
 
 
-def run_down(hidden: Tensor, scale: Tensor | None, weights: ExpertWeights, rows: SortedRows, tiling: Tiling) -> Tensor:
+def run_down(
+    hidden: Tensor, scale: Tensor | None, weights: ExpertWeights, rows: SortedRows, tiling: Implementation
+) -> Tensor:
     """The second GEMM as the block runs it."""
     return expert_linear(hidden, scale, weights.down, weights.down_scale, rows, tiling)

@@ -11,7 +11,7 @@ from torch import Tensor
 from loka_serve.kernels.moe import reference
 from loka_serve.kernels.moe.reference import ExpertWeights, SortedRows
 from loka_serve.kernels.quantize.reference import expand_row_blocks, quantize_row_blocks_e4m3
-from tests.kernels.devices import DEVICE, assert_codes_close, compile_for_hopper, needs_triton
+from tests.kernels.devices import DEVICE, assert_codes_close, needs_triton
 from tests.kernels.moe.cases import LOADS, make_logits, make_rows, make_weights, quantize_inputs, quantize_weight
 
 pytestmark = needs_triton
@@ -100,6 +100,30 @@ def test_down(load: str, recipe: str, paired: bool, persistent: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("width", "persistent"), [(128, 0), (192, 1)])
+def test_descriptors_order_and_groups_change_nothing(recipe: str, width: int, persistent: int) -> None:
+    from loka_serve.kernels.moe.experts import expert_linear, gate_up_swiglu
+
+    d_model = 192  # one and a half slices of K; the last box of each reaches beyond it
+    rows = sort(40, "skewed")
+    used = rows.tokens >= 0
+    x, scale = quantize_inputs(make_rows(40, d_model, DEVICE), recipe)
+    weights = make_weights(EXPERTS, d_model, width, recipe, DEVICE)
+    first = (x, scale, weights.gate_up, weights.gate_up_scale, rows)
+    hidden, _ = gate_up_swiglu(*first, tiling(), quantize=False)
+    for ordered in (False, True):
+        changed = tiling(described=True, ordered=ordered, persistent=persistent, group_m=2)
+        found, _ = gate_up_swiglu(*first, changed, quantize=False)
+        assert torch.equal(found[used], hidden[used])
+    x, scale = quantize_inputs(make_rows(len(rows.tokens), width, DEVICE), recipe)
+    second = (x, scale, weights.down, weights.down_scale, rows)
+    out = expert_linear(*second, tiling())
+    for changes in ({"described": True, "paired": True}, {"described": True, "wide": True}, {"wide": True}):
+        found = expert_linear(*second, tiling(persistent=persistent, **changes))
+        assert torch.equal(found[used], out[used])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_one_expert_in_place_is_a_dense_linear(recipe: str) -> None:
     from loka_serve.kernels.moe.experts import expert_linear, gate_up_swiglu
 
@@ -130,7 +154,8 @@ def test_infinities_and_extreme_gates() -> None:
 
 def run_block(x: Tensor, logits: Tensor, weights: ExpertWeights, recipe: str, **more: Tensor) -> tuple[Tensor, Tensor]:
     """The block and its reference."""
-    from loka_serve.kernels.moe.block import Configuration, moe_block
+    from loka_serve.kernels.moe.block import moe_block
+    from loka_serve.kernels.moe.configurations import Configuration
 
     codes, scale = quantize_inputs(x, recipe)
     bias = torch.linspace(0, 0.1, logits.shape[1], device=DEVICE)
@@ -199,39 +224,12 @@ def test_wrong_arguments_are_named() -> None:
         gate_up_swiglu(x, scale, weights.gate_up, weights.gate_up_scale, rows, tiling(block_m=32), False)
     with pytest.raises(ValueError, match="one expert"):
         gate_up_swiglu(x, scale, weights.gate_up, weights.gate_up_scale, None, tiling(), False)
+    narrow = torch.zeros(7, 24, device=DEVICE).to(torch.float8_e4m3fn)
+    scale = torch.ones(7, 1, device=DEVICE)
+    weight = torch.zeros(EXPERTS, 128, 24, device=DEVICE).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="rows of 24 x torch.float8_e4m3fn cannot be described"):
+        ones = torch.ones(EXPERTS, 1, 1, device=DEVICE)
+        gate_up_swiglu(narrow, scale, weight, ones, rows, tiling(described=True), False)
     codes, hidden_scale = quantize_inputs(make_rows(7, 128, DEVICE), "fp8_block")
     with pytest.raises(ValueError, match=f"x: expected {len(rows.tokens)} sorted rows, got 7"):
         expert_linear(codes, hidden_scale, weights.down, weights.down_scale, rows, tiling())
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-def test_every_tabled_configuration_compiles_for_hopper(fp8: bool) -> None:
-    from loka_serve.kernels.moe.block import BF16_CONFIGURATIONS, FP8_CONFIGURATIONS
-    from loka_serve.kernels.moe.triton import grouped_linear_kernel
-
-    element = "*fp8e4nv" if fp8 else "*bf16"
-    scales = 2 if fp8 else 0
-    table = FP8_CONFIGURATIONS if fp8 else BF16_CONFIGURATIONS
-    signature = {
-        **dict.fromkeys(("x_ptr", "weight_ptr"), element),
-        **dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "out_scale_ptr"), "*fp32"),
-        **dict.fromkeys(("row_token_ptr", "expert_of_block_ptr", "block_count_ptr"), "*i32"),
-        **{f"{name}_{axis}_stride": "i32" for name in ("x_scale", "out_scale") for axis in ("row", "block")},
-        **dict.fromkeys(("rows", "blocks", "programs"), "i32"),
-    }
-    configurations = []
-    for tiling, swiglu in {
-        (tiling, up) for _, both in table for tiling, up in ((both.gate_up, True), (both.down, False))
-    }:
-        switches = {"SWIGLU": swiglu, "GATHER": swiglu, "PAIRED": tiling.paired, "GROUPED": True}
-        sizes = {
-            "PERSISTENT": tiling.persistent > 0,
-            "N": 2816 if swiglu else 1408,
-            "K": 1408,
-            "BLOCK_M": tiling.block_m,
-            "BLOCK_K": 128 if fp8 else 64,
-        }
-        outputs = {"SCALES": scales, "OUT_SCALES": scales * swiglu, "out_ptr": element if swiglu else "*bf16"}
-        options = {"GROUP_M": 8, "num_warps": tiling.warps, "num_stages": tiling.stages}
-        configurations.append({**switches, **sizes, **outputs, **options})
-    compile_for_hopper(grouped_linear_kernel, signature, configurations, instruction="wgmma")

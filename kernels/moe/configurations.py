@@ -1,0 +1,79 @@
+"""Which implementations the two GEMMs run with: the tables that a call chooses from by its rows an expert.
+
+Fill them from `sweep.py`: at each number of tokens the fastest pair of one block_m, whose times add up, and the library
+where it wins by more than its extra launch. An entry that names the library is passed over where that is not installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .experts import Implementation, Tiling
+from .libraries import DeepGemm
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Implementations of the two GEMMs, which share the blocks that rows are sorted into."""
+
+    gate_up: Implementation
+    down: Implementation
+
+    def __post_init__(self) -> None:
+        if self.gate_up.block_m != self.down.block_m:
+            raise ValueError(f"gate_up in blocks of {self.gate_up.block_m} rows, down of {self.down.block_m}")
+        if len({use for use in (self.gate_up, self.down) if isinstance(use, DeepGemm)}) > 1:
+            raise ValueError("gate_up and down take the groups of their rows in two ways")
+
+    @property
+    def library(self) -> DeepGemm | None:
+        """How it uses the library, None where it does not."""
+        return next((use for use in (self.gate_up, self.down) if isinstance(use, DeepGemm)), None)
+
+
+Table = tuple[tuple[float, Configuration], ...]
+
+# For at most so many rows an expert (on average), measured on an H200. Few rows: the weights' traffic is the cost, and
+# small blocks waste the least. Many rows: the largest tile whose sums fit the registers.
+FP8_CONFIGURATIONS: Table = (
+    (8, Configuration(Tiling(16, warps=4, stages=4, described=True), Tiling(16, warps=4, stages=3))),
+    (
+        96,
+        Configuration(
+            Tiling(64, warps=8, stages=4, persistent=1, described=True), Tiling(64, warps=4, stages=3, described=True)
+        ),
+    ),
+    (
+        float("inf"),
+        Configuration(
+            Tiling(128, warps=8, stages=3, persistent=1, described=True),
+            Tiling(128, warps=8, stages=3, paired=True, described=True),
+        ),
+    ),
+)
+BF16_CONFIGURATIONS: Table = (
+    (8, Configuration(Tiling(16, warps=4, stages=3), Tiling(16, warps=4, stages=5))),
+    (96, Configuration(Tiling(64, warps=8, stages=4, described=True), Tiling(64, warps=4, stages=3))),
+    (
+        float("inf"),
+        Configuration(Tiling(128, warps=8, stages=4, described=True), Tiling(128, warps=8, stages=3, described=True)),
+    ),
+)
+
+
+def choose_configuration(
+    rows: int, experts: int, fp8: bool, library: bool = False, table: Table | None = None
+) -> Configuration:
+    """The entry for so many (token, slot) rows over so many experts; known from shapes, fixed at capture.
+
+    Args:
+        library: whether entries may use the library, see `libraries.deep_gemm_takes`.
+        table: in the place of the recipe's own.
+    """
+    if table is None:
+        table = FP8_CONFIGURATIONS if fp8 else BF16_CONFIGURATIONS
+    return next(
+        configuration
+        for limit, configuration in table
+        if rows <= limit * experts and (library or configuration.library is None)
+    )
