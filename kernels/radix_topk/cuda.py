@@ -66,7 +66,7 @@ class Configuration:
 SHORT_ROWS = (
     Configuration(threads=256, items=4, capacity=1024, blocks_per_sm=6),
     Configuration(threads=256, items=16, capacity=1024, blocks_per_sm=5),
-    Configuration(threads=256, items=32, capacity=1024, blocks_per_sm=4),
+    Configuration(threads=256, items=32, capacity=1024, blocks_per_sm=4, log2_bins=10, group=8),
     Configuration(threads=512, items=32, capacity=1024, blocks_per_sm=2),
     Configuration(threads=1024, items=16, capacity=2048, blocks_per_sm=1),
     Configuration(threads=1024, items=32, capacity=2048, blocks_per_sm=1),
