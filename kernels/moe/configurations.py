@@ -35,6 +35,7 @@ Table = tuple[tuple[float, Configuration], ...]
 
 # For at most so many rows an expert (on average), measured on an H200. Few rows: the weights' traffic is the cost, and
 # small blocks waste the least. Many rows: the largest tile whose sums fit the registers.
+FP8_GATE_UP = Tiling(128, warps=8, stages=3, persistent=1, described=True)
 FP8_CONFIGURATIONS: Table = (
     (8, Configuration(Tiling(16, warps=4, stages=4, described=True), Tiling(16, warps=4, stages=3))),
     (
@@ -43,21 +44,18 @@ FP8_CONFIGURATIONS: Table = (
             Tiling(64, warps=8, stages=4, persistent=1, described=True), Tiling(64, warps=4, stages=3, described=True)
         ),
     ),
-    (
-        float("inf"),
-        Configuration(
-            Tiling(128, warps=8, stages=3, persistent=1, described=True),
-            Tiling(128, warps=8, stages=3, paired=True, described=True),
-        ),
-    ),
+    (600, Configuration(FP8_GATE_UP, DeepGemm())),
+    (float("inf"), Configuration(DeepGemm(), DeepGemm())),
+    (float("inf"), Configuration(FP8_GATE_UP, Tiling(128, warps=8, stages=3, paired=True, described=True))),
 )
+BF16_GATE_UP = Tiling(128, warps=8, stages=4, described=True)
+BF16_DOWN = Tiling(128, warps=8, stages=3, described=True)
 BF16_CONFIGURATIONS: Table = (
     (8, Configuration(Tiling(16, warps=4, stages=3), Tiling(16, warps=4, stages=5))),
     (96, Configuration(Tiling(64, warps=8, stages=4, described=True), Tiling(64, warps=4, stages=3))),
-    (
-        float("inf"),
-        Configuration(Tiling(128, warps=8, stages=4, described=True), Tiling(128, warps=8, stages=3, described=True)),
-    ),
+    (600, Configuration(BF16_GATE_UP, BF16_DOWN)),
+    (float("inf"), Configuration(BF16_GATE_UP, DeepGemm())),
+    (float("inf"), Configuration(BF16_GATE_UP, BF16_DOWN)),
 )
 
 

@@ -14,9 +14,9 @@ from tests.kernels.devices import needs_triton
 
 
 @needs_triton
-@pytest.mark.parametrize("operation", kernels.OPERATIONS)
+@pytest.mark.parametrize("operation", list(kernels.BENCHES))
 def test_every_operation_has_rows(operation: str) -> None:
-    bench = importlib.import_module(f"loka_serve.kernels.{operation}.bench")
+    bench = importlib.import_module(f"loka_serve.kernels.{kernels.BENCHES[operation]}")
     required = [p for p in inspect.signature(bench.rows).parameters.values() if p.default is p.empty]
     assert inspect.isgeneratorfunction(bench.rows) and not required
 
