@@ -15,7 +15,7 @@ LIBRARIES = ("torch", "triton", "flashinfer-python", "sgl-deep-gemm", "numpy")
 
 
 def describe_environment(commit: str | None = None) -> dict[str, Any]:
-    """GPU, driver, library versions, commit and the command line; pass the commit, or set LOKA_COMMIT, where git is not."""
+    """GPU, driver, versions, commit and command line; pass the commit, or set LOKA_COMMIT, where git is not at hand."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -25,9 +25,13 @@ def describe_environment(commit: str | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "libraries": {name: version for name in LIBRARIES if (version := _version(name))},
-        "commit": commit or os.environ.get("LOKA_COMMIT") or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "commit": commit or os.environ.get("LOKA_COMMIT") or _commit(),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
     }
+
+
+def _commit() -> str | None:
+    return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty")
 
 
 def _module() -> str:
