@@ -135,6 +135,34 @@ def kernels_table(result: Result) -> str:
     return f"{markdown_table(header, lines)}\n\n{_source(result)}"
 
 
+def top_k_table(result: Result) -> str:
+    """The fastest configuration at each shape, on scores as beams have them."""
+    best: dict[str, Row] = {}
+    for row in result["rows"]:
+        if row["scores"] == "beams" and row["exact"] and row["us"] < best.get(row["shape"], row | {"us": 1e9})["us"]:
+            best[row["shape"]] = row
+    lines = [
+        [shape, f"{row['us']:.1f}", f"{row['torch_us']:.0f}", f"{row['ratio']:.1f}x"] for shape, row in best.items()
+    ]
+    header = ["exact, sorted top-k of float32", "us", "torch.topk, us", "speedup"]
+    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+
+
+def attention_table(result: Result) -> str:
+    """The fastest configuration at each shape."""
+    best: dict[tuple[str, str], Row] = {}
+    for row in result["rows"]:
+        key = (row["shape"], row["precision"])
+        if row["us"] < best.get(key, {"us": 1e9})["us"]:
+            best[key] = row
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
+        pair = [best[shape, precision] for precision in ("BF16", "FP8")]
+        lines.append([shape, *(text for row in pair for text in (f"{row['us']:.1f}", f"{row['tflops']:.0f}"))])
+    header = ["beam attention, 11 heads of 128", "BF16, us", "TFLOP/s", "FP8, us", "TFLOP/s"]
+    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+
+
 def _fastest_baselines(rows: list[Row]) -> Iterable[Row]:
     """Of the rows of each shape, the one beside the fastest library."""
     shapes: dict[str, Row] = {}
@@ -172,9 +200,18 @@ GPU_TABLES: dict[str, Callable[[Result], str]] = {
     "kernels": kernels_table,
 }
 """By the name of the marker and of the result file."""
+SWEEP_TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "top_k": ("sweeps/radix_topk.json", top_k_table),
+    "attention": ("sweeps/beam_attention.json", attention_table),
+}
+"""By the name of the marker: the file of a sweep over configurations, and its table."""
 
 
 def gpu_tables(directory: Path) -> dict[str, str]:
     """The tables of the result files that are there."""
-    paths = {name: directory / f"{name}.json" for name in GPU_TABLES}
-    return {name: GPU_TABLES[name](json.loads(path.read_text())) for name, path in paths.items() if path.is_file()}
+    sources = {name: (f"{name}.json", table) for name, table in GPU_TABLES.items()} | SWEEP_TABLES
+    return {
+        name: table(json.loads((directory / path).read_text()))
+        for name, (path, table) in sources.items()
+        if (directory / path).is_file()
+    }
