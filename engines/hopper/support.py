@@ -14,6 +14,7 @@ CAPABILITY = (9, 0)
 HEAD_DIMS = (16, 32, 64, 128)
 RECIPES = ("bf16", "fp8_row", "fp8_block")
 MAX_BEAM = 1024
+MAX_EXPERTS = 256  # shared ones included
 
 
 def check_device(device: torch.device) -> None:
@@ -35,6 +36,9 @@ def check_model(config: OneRecV2Config) -> None:
     for field in ("d_model", "expert_width", "d_ff"):
         if getattr(config, field) % 16:
             raise EngineError(f"config {field} {getattr(config, field)}: the hopper engine runs multiples of 16")
+    experts = config.experts + config.shared_experts
+    if config.experts and experts > MAX_EXPERTS:
+        raise EngineError(f"config experts {config.experts} and shared: the hopper engine runs at most {MAX_EXPERTS}")
 
 
 def check_limits(config: OneRecV2Config, limits: EngineLimits) -> None:

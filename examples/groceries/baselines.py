@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
+from examples.groceries.command_line import run_command_line
 from examples.groceries.metrics import TOP, basket_metrics, next_item_metrics, ranks_of
 from examples.groceries.prepare import Sequences, load_sequences
 
@@ -136,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(main)

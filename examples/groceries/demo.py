@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from examples.groceries.command_line import run_command_line
 from examples.groceries.open_basket import OPEN_BASKET, open_basket_features
 
 HERE = Path(__file__).parent
@@ -234,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(main)

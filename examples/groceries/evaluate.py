@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from examples.groceries import baselines
 from examples.groceries.batches import ANY_ORDER, NEXT_BASKET, PRODUCT_NUMBER_ORDER
+from examples.groceries.command_line import not_negative, positive, run_command_line, usable_device
 from examples.groceries.contexts import counts_basket_items
 from examples.groceries.metrics import next_item_metrics
 from examples.groceries.prepare import SEED, Sequences, load_sequences
@@ -33,7 +34,6 @@ from examples.groceries.scoring import LegalCodes, Recommendations, measure_bask
 from examples.groceries.train import TRAINING_FILE
 from loka_serve.build import run_as_bf16
 from loka_serve.bundle import Bundle
-from loka_serve.errors import LokaError
 from loka_serve.evaluation import top_k_overlap
 from loka_serve.models.checkpoint import load_checkpoint
 from loka_serve.models.onerec_v2 import OneRecV2
@@ -245,11 +245,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder that prepare.py wrote")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--bundle", type=Path)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--workers", type=int, default=1, help="processes; on a CPU, one a core (it takes an hour)")
-    parser.add_argument("--beam", type=int, default=64, help="at least 50, for the top-50 overlap")
-    parser.add_argument("--narrow-beam", type=int, default=0, help="beam where only 10 items are ranked; 0: the same")
-    parser.add_argument("--fp8-every", type=int, default=1, help="compare FP8 on every N-th household")
+    parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=positive, default=1, help="processes; on a CPU, one a core (an hour)")
+    parser.add_argument("--beam", type=positive, default=64, help="at least 50, for the top-50 overlap")
+    parser.add_argument(
+        "--narrow-beam", type=not_negative, default=0, help="beam where 10 items are ranked; 0: the same"
+    )
+    parser.add_argument("--fp8-every", type=positive, default=1, help="compare FP8 on every N-th household")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
@@ -269,7 +271,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except LokaError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_command_line(main)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.groceries import semantic_ids as derivation
+from examples.groceries.command_line import run_command_line
 from examples.groceries.open_basket import OPEN_BASKET, open_basket_features
 from examples.groceries.purchases import (
     GroceriesError,
@@ -81,11 +83,16 @@ def load_sequences(directory: Path) -> Sequences:
     path = directory / "sequences.npz"
     if not path.exists():
         raise GroceriesError(f"{path} does not exist: run python -m examples.groceries.prepare --out {directory}")
-    with np.load(path, allow_pickle=False) as archive:
-        arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
-    arrays["features"] = tuple(json.loads(arrays["features"].tobytes()))
-    arrays["codebook_sizes"] = tuple(int(size) for size in arrays["codebook_sizes"])
-    return Sequences(**arrays)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
+        arrays["features"] = tuple(json.loads(arrays["features"].tobytes()))
+        arrays["codebook_sizes"] = tuple(int(size) for size in arrays["codebook_sizes"])
+        return Sequences(**arrays)
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        raise GroceriesError(
+            f"{path}: not what this version's prepare.py writes ({type(error).__name__}: {error}): prepare it again"
+        ) from error
 
 
 def item_embeddings(
@@ -271,7 +278,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except GroceriesError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_command_line(main)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from examples.groceries.batches import ANY_ORDER, PRODUCT_NUMBER_ORDER
+from examples.groceries.command_line import positive, run_command_line, usable_device
 from examples.groceries.evaluate import CHECKPOINT, RESULTS, Source, checkpoint_digest, load_source, recommend_part
 from examples.groceries.metrics import TOP
 from examples.groceries.purchases import GroceriesError
 from examples.groceries.scoring import Recommendations
-from loka_serve.errors import LokaError
 
 TOLERATED_ERRORS = 4.0  # standard errors
 
@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--bundle", type=Path, help="measure this bundle of the checkpoint instead")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--households", type=int, default=60)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--households", type=positive, default=60)
+    parser.add_argument("--device", type=usable_device, default="cpu")
     arguments = parser.parse_args()
     source = Source(
         arguments.data, arguments.bundle or arguments.checkpoint, arguments.bundle is not None, arguments.device
@@ -101,7 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except LokaError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_command_line(main)

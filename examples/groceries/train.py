@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from examples.groceries.batches import BatchSource
+from examples.groceries.command_line import duration, not_negative, positive, run_command_line, usable_device
 from examples.groceries.objective import Options
 from examples.groceries.prepare import Sequences, load_sequences
 from examples.groceries.purchases import GroceriesError
@@ -159,19 +160,25 @@ def train(
     return records
 
 
+COUNTS = dict.fromkeys(("rows", "chunk", "epochs", "beam", "max_context", "held_out", "layers", "heads"), positive) | {
+    "open_basket_items": not_negative
+}
+"""Options that count something; a model's other sizes are checked by its configuration."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="the folder that prepare.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="state, record.json and the best checkpoint go here")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--max-steps", type=int, help="stop early and skip validation, to try things out")
-    parser.add_argument("--seconds", type=float, help="train as long as this, start and validation included")
-    parser.add_argument("--stop-after", type=int, help="stop after this epoch of the schedule; a later run continues")
-    parser.add_argument("--validate-from", type=int, default=1, help="first epoch that is measured")
+    parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--max-steps", type=positive, help="stop early and skip validation, to try things out")
+    parser.add_argument("--seconds", type=duration, help="train as long as this, start and validation included")
+    parser.add_argument("--stop-after", type=positive, help="stop after this epoch; a later run continues")
+    parser.add_argument("--validate-from", type=positive, default=1, help="first epoch that is measured")
     parser.add_argument("--initial", type=Path, help="a checkpoint to start from instead of random weights")
-    parser.add_argument("--validate-part", type=int, default=1, help="measure on every n-th household only")
+    parser.add_argument("--validate-part", type=positive, default=1, help="measure on every n-th household only")
     for field in dataclasses.fields(Options):
-        kind = type(field.default)
+        kind = COUNTS.get(field.name, type(field.default))
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     arguments = vars(parser.parse_args())
     options = Options(**{field.name: arguments[field.name] for field in dataclasses.fields(Options)})
@@ -186,7 +193,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except GroceriesError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_command_line(main)

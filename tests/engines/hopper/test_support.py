@@ -26,7 +26,9 @@ def test_presets_are_supported() -> None:
         support.check_limits(config, EngineLimits(8, config.beam_width, config.max_context, config.levels))
 
 
-@pytest.mark.parametrize(("field", "value"), [("head_dim", 96), ("d_model", 1400), ("expert_width", 100), ("d_ff", 8)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("head_dim", 96), ("d_model", 1400), ("expert_width", 100), ("d_ff", 8), ("experts", 256)]
+)
 def test_shapes_that_kernels_do_not_take_are_named(field: str, value: int) -> None:
     with pytest.raises(EngineError, match=f"config {field} {value}"):
         support.check_model(dataclasses.replace(CONFIG, **{field: value}))
