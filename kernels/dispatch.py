@@ -135,7 +135,7 @@ class Dispatch:
                 for entry in saved["entries"]
                 for bf16 in [None if entry["bf16_us"] is None else float(entry["bf16_us"])]
             }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             reason = f"{path} is no dispatch table: {type(error).__name__}: {error}"
         else:
             differences = environment.differences(measured_in)

@@ -125,3 +125,10 @@ def test_without_a_gpu_the_reference_runs() -> None:
     assert unmeasured.choose("linear", "fp8_row", 1408, 1408, 8) == "reference"
     with pytest.raises(ValueError, match="measured on a CUDA device"):
         Dispatch.measure([], "cpu")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "1" * 5000])
+def test_a_file_beyond_reading_gives_defaults_with_a_reason(tmp_path: Path, text: str) -> None:
+    (tmp_path / "dispatch.json").write_text(text)
+    loaded = Dispatch.load(tmp_path / "dispatch.json", "cpu")
+    assert not loaded.entries and "is no dispatch table" in loaded.reason
