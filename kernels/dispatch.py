@@ -6,15 +6,18 @@ import functools
 import importlib.util
 import json
 import logging
+import math
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .linear.implementations import default_implementation, implementations_for
+from .linear.implementations import IMPLEMENTATIONS, RECIPES, default_implementation, implementations_for
 from .linear.libraries import deep_gemm_version
+from .linear.tilings import TILINGS
 from .linear.workload import time_implementations
 
 logger = logging.getLogger(__name__)
@@ -130,11 +133,9 @@ class Dispatch:
         try:
             saved = json.loads(path.read_text())
             measured_in = Environment(**saved["environment"])
-            entries = {
-                Shape(**entry["shape"]): Entry({str(name): float(us) for name, us in entry["us"].items()}, bf16)
-                for entry in saved["entries"]
-                for bf16 in [None if entry["bf16_us"] is None else float(entry["bf16_us"])]
-            }
+            if not isinstance(saved["entries"], list):
+                raise ValueError(f"entries: expected a list, got {saved['entries']!r}")
+            entries = dict(_parse_entry(f"entries[{index}]", entry) for index, entry in enumerate(saved["entries"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             reason = f"{path} is no dispatch table: {type(error).__name__}: {error}"
         else:
@@ -179,7 +180,36 @@ class Dispatch:
             return default
         # Tilings compute any number of rows; of the libraries, some take what the bucket has but not these rows.
         usable = implementations_for(recipe, rows, n, k, self.device, out_dtype)
-        return next((name for name in entry.us if name in usable or name.startswith("triton_")), default)
+        return next((name for name in entry.us if name in usable or name in TILINGS), default)
+
+
+def _parse_entry(where: str, entry: Any) -> tuple[Shape, Entry]:
+    """One saved entry; raises ValueError, which names the place, or what its missing parts raise."""
+    shape, us, bf16_us = Shape(**entry["shape"]), entry["us"], entry["bf16_us"]
+    _check_word(f"{where}.shape.op", shape.op, tuple(OUT_DTYPES))
+    _check_word(f"{where}.shape.recipe", shape.recipe, RECIPES)
+    for name in ("n", "k", "rows"):
+        size = getattr(shape, name)
+        if type(size) is not int or size < 1:
+            raise ValueError(f"{where}.shape.{name}: expected a whole number from 1, got {size!r}")
+    if not isinstance(us, dict) or not us:
+        raise ValueError(f"{where}.us: expected microseconds by implementation, got {us!r}")
+    for name, value in us.items():
+        _check_word(f"{where}.us", name, IMPLEMENTATIONS)
+        _check_duration(f"{where}.us.{name}", value)
+    if bf16_us is not None:
+        _check_duration(f"{where}.bf16_us", bf16_us)
+    return shape, Entry({name: float(value) for name, value in us.items()}, None if bf16_us is None else float(bf16_us))
+
+
+def _check_word(where: str, word: Any, expected: tuple[str, ...]) -> None:
+    if word not in expected:
+        raise ValueError(f"{where}: expected one of {', '.join(expected)}, got {word!r}")
+
+
+def _check_duration(where: str, us: Any) -> None:
+    if type(us) not in (int, float) or not (math.isfinite(us) and us > 0):
+        raise ValueError(f"{where}: expected microseconds above 0, got {us!r}")
 
 
 def _time(shape: Shape, device: torch.device) -> dict[str, float]:

@@ -15,9 +15,13 @@ from torch import Tensor
 from ..quantize.reference import BLOCK
 from . import reference
 from .libraries import deep_gemm, deep_gemm_linear, pad_rows_of_scales, torch_linear
+from .tilings import TILINGS
 
 RECIPES = ("bf16", "fp8_row", "fp8_block")
 OUT_DTYPES = (torch.bfloat16, torch.float32)
+LIBRARIES = ("torch", "torch_fast", "deep_gemm")
+IMPLEMENTATIONS = ("reference", *LIBRARIES, *TILINGS)
+"""Every name that there is, whatever can run here."""
 
 
 def linear(
@@ -52,13 +56,10 @@ def linear(
         return torch_linear(x, scale, weight, weight_scale, out_dtype, implementation == "torch_fast")
     if implementation == "deep_gemm":
         return deep_gemm_linear(x, scale, weight, weight_scale, out_dtype)
-    if implementation.startswith("triton_"):
-        from .tilings import TILINGS
+    if implementation in TILINGS:
         from .triton import triton_linear
 
-        tiling = TILINGS.get(implementation)
-        if tiling is not None:
-            return triton_linear(x, scale, weight, weight_scale, tiling, out_dtype)
+        return triton_linear(x, scale, weight, weight_scale, TILINGS[implementation], out_dtype)
     raise ValueError(f"implementation: no {implementation!r} for {recipe}")
 
 
@@ -79,12 +80,10 @@ def implementations_for(
     device = torch.device(device)
     if device.type != "cuda":
         return ("reference",)
-    names = [name for name in ("torch", "torch_fast", "deep_gemm") if _library_takes(name, recipe, rows, n, k, device)]
+    names = [name for name in LIBRARIES if _library_takes(name, recipe, rows, n, k, device)]
     if recipe == "fp8_block" and out_dtype != torch.bfloat16 and "deep_gemm" in names:
         names.remove("deep_gemm")
     if _triton_takes(recipe, device):
-        from .tilings import TILINGS
-
         names += [name for name, tiling in TILINGS.items() if tiling.rows[0] <= rows <= tiling.rows[1]]
     return tuple(names) or ("reference",)
 

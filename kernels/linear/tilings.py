@@ -1,10 +1,33 @@
-"""The tilings by name that the dense linear is tried with: those that won or came second anywhere on an H200."""
+"""The tilings by name that the dense linear is tried with: those that won or came second anywhere on an H200.
+
+Imports no Triton: a saved table is checked against these names anywhere.
+"""
 
 from __future__ import annotations
 
-from .triton import Tiling
+from dataclasses import dataclass
 
 ANY = float("inf")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the kernel runs.
+
+    Attributes:
+        block_m, block_n: rows and weight rows of a program; from 64 rows Hopper's own instructions apply.
+        k_bytes: bytes of K that a program loads at a time (128 values with block scales, whatever this says).
+        warps, stages: of a program, and of its pipeline of loads.
+        rows: fewest and most rows it is worth trying for; it computes any number.
+    """
+
+    block_m: int
+    block_n: int
+    k_bytes: int
+    warps: int
+    stages: int
+    rows: tuple[int, float]
+
 
 TILINGS: dict[str, Tiling] = {
     "triton_16x16": Tiling(16, 16, k_bytes=256, warps=4, stages=6, rows=(1, 16)),

@@ -6,35 +6,15 @@ reads some of it. K is never split: each output is one program's sum in one orde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..quantize.triton import BLOCK_SCALES, NO_SCALES, ROW_SCALES
+from .tilings import Tiling
 
 GROUP_M = 8  # blocks of rows that pass over the weight together, so that a weight tile is read once into L2
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How the kernel runs.
-
-    Attributes:
-        block_m, block_n: rows and weight rows of a program; from 64 rows Hopper's own instructions apply.
-        k_bytes: bytes of K that a program loads at a time (128 values with block scales, whatever this says).
-        warps, stages: of a program, and of its pipeline of loads.
-        rows: fewest and most rows it is worth trying for; it computes any number.
-    """
-
-    block_m: int
-    block_n: int
-    k_bytes: int
-    warps: int
-    stages: int
-    rows: tuple[int, float]
 
 
 @triton.jit

@@ -95,6 +95,57 @@ def test_an_entry_of_another_form_is_a_reason(on_hopper: None, tmp_path: Path) -
     assert "is no dispatch table" in Dispatch.load(path, "cuda").reason
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("shape", "op"), "attention", "shape.op: expected one of linear, linear_float32, got 'attention'"),
+        (("shape", "recipe"), ["bf16"], "shape.recipe: expected one of bf16"),
+        (("shape", "rows"), "8", "shape.rows: expected a whole number from 1, got '8'"),
+        (("shape", "rows"), 8.0, "shape.rows: expected a whole number from 1, got 8.0"),
+        (("shape", "n"), True, "shape.n: expected a whole number from 1, got True"),
+        (("shape", "k"), 0, "shape.k: expected a whole number from 1, got 0"),
+        (("us",), {}, "us: expected microseconds by implementation, got {}"),
+        (("us",), [["torch", 1.0]], "us: expected microseconds by implementation"),
+        (("us",), {"triton_999x1": 1.0}, "us: expected one of reference, torch, torch_fast, deep_gemm, triton_16x16"),
+        (("us",), {"torch": float("nan")}, "us.torch: expected microseconds above 0, got nan"),
+        (("us",), {"torch": float("inf")}, "us.torch: expected microseconds above 0, got inf"),
+        (("us",), {"torch": 0.0}, "us.torch: expected microseconds above 0, got 0.0"),
+        (("us",), {"torch": "2.0"}, "us.torch: expected microseconds above 0, got '2.0'"),
+        (("us",), {"torch": True}, "us.torch: expected microseconds above 0, got True"),
+        (("bf16_us",), -1.0, "bf16_us: expected microseconds above 0, got -1.0"),
+        (("bf16_us",), "3.5", "bf16_us: expected microseconds above 0, got '3.5'"),
+    ],
+)
+def test_a_damaged_entry_is_a_reason_that_names_it(
+    on_hopper: None, tmp_path: Path, place: tuple[str, ...], value: object, message: str
+) -> None:
+    path = tmp_path / "dispatch.json"
+    table().save(path)
+    saved = json.loads(path.read_text())
+    entry = saved["entries"][1]
+    for key in place[:-1]:
+        entry = entry[key]
+    entry[place[-1]] = value
+    path.write_text(json.dumps(saved))
+    loaded = Dispatch.load(path, "cuda")
+    assert not loaded.entries and f"is no dispatch table: ValueError: entries[1].{message}" in loaded.reason
+    assert loaded.choose("linear", "fp8_block", 1408, 1408, 8) == "torch"
+
+
+@pytest.mark.parametrize("entries", [{}, 3, "x", [[]], [{}], [None]])
+def test_entries_of_another_form_are_a_reason(on_hopper: None, tmp_path: Path, entries: object) -> None:
+    path = tmp_path / "dispatch.json"
+    path.write_text(json.dumps({"environment": dataclasses.asdict(HERE), "entries": entries}))
+    assert "is no dispatch table" in Dispatch.load(path, "cuda").reason
+
+
+def test_only_a_tiling_that_exists_is_chosen(on_hopper: None) -> None:
+    shape = Shape("linear", "fp8_block", 1408, 1408, 8)
+    for name, expected in (("triton_16x16", "triton_16x16"), ("triton_999x1", "torch"), ("reference", "torch")):
+        dispatch = Dispatch(torch.device("cuda"), HERE, {shape: Entry({name: 1.0}, None)})
+        assert dispatch.choose(shape.op, shape.recipe, shape.n, shape.k, shape.rows) == expected
+
+
 def test_measuring_keeps_what_is_right_and_the_bf16_twin(
     on_hopper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
