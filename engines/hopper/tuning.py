@@ -19,10 +19,14 @@ ROW_GRID = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Numbers of rows that are measured; others take what the next larger one chose, those beyond what the last did."""
 
 
-def default_dispatch_file() -> Path:
-    """`dispatch.json` in the user's cache directory."""
+def default_dispatch_file() -> Path | None:
+    """`dispatch.json` in the user's cache directory; None, with a warning, for a user without a home."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "loka_serve" / "dispatch.json"
+    try:
+        return Path(cache).expanduser() / "loka_serve" / "dispatch.json"
+    except RuntimeError as error:
+        logger.warning("dispatch: %s: %s: the table is not kept; set HOME or XDG_CACHE_HOME", cache, error)
+        return None
 
 
 def shapes_of(weights: HopperWeights, buckets: Buckets) -> set[Shape]:
@@ -38,14 +42,19 @@ def shapes_of(weights: HopperWeights, buckets: Buckets) -> set[Shape]:
 
 
 def dispatch_for(weights: HopperWeights, buckets: Buckets, device: torch.device, path: Path | None = None) -> Dispatch:
-    """The table for an engine's shapes. What the file does not cover, or was measured elsewhere, is measured now."""
+    """The table for an engine's shapes. What the file does not cover, or was measured elsewhere, is measured now.
+
+    A file that cannot be found, read or written costs a warning and the time of measuring, at every start.
+    """
     shapes, path = shapes_of(weights, buckets), path or default_dispatch_file()
-    if path.exists():
+    if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be looked into
         dispatch = Dispatch.load(path, device)
         if dispatch.covers(shapes):
             return dispatch
-    logger.info("dispatch: measuring %d shapes on %s; kept in %s", len(shapes), device, path)
+    logger.info("dispatch: measuring %d shapes on %s; kept in %s", len(shapes), device, path or "memory alone")
     dispatch = Dispatch.measure(shapes, device)
+    if path is None:
+        return dispatch
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         dispatch.save(path)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pwd
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -62,3 +66,43 @@ def test_a_place_that_cannot_be_written_costs_only_the_file(
     (tmp_path / "file").write_text("")
     tuning.dispatch_for(weights, BUCKETS, torch.device("cpu"), tmp_path / "file" / "dispatch.json")
     assert "the table is not kept" in caplog.text
+
+
+@pytest.mark.parametrize("cache", [None, "~no-such-user/cache"])
+def test_a_user_without_a_home_costs_only_the_file(
+    weights: HopperWeights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: str | None
+) -> None:
+    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device: Dispatch.unmeasured(device))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", _no_entry)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert tuning.default_dispatch_file() is None
+    assert tuning.dispatch_for(weights, BUCKETS, torch.device("cpu")).reason == "not measured"
+    assert "the table is not kept; set HOME or XDG_CACHE_HOME" in caplog.text
+
+
+def _no_entry(user: int) -> NoReturn:
+    raise KeyError(user)
+
+
+def test_a_folder_that_may_not_be_looked_into_costs_only_the_file(
+    weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Permissions as another user meets them; who runs the tests may be allowed everything."""
+    path, system_stat = tmp_path / "closed" / "dispatch.json", os.stat
+
+    def stat(place: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if os.fspath(place) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return system_stat(place, *rest, **options)
+
+    def refused(self: Dispatch, place: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(place))
+
+    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device: Dispatch.unmeasured(device))
+    monkeypatch.setattr(Dispatch, "save", refused)
+    monkeypatch.setattr(os, "stat", stat)
+    tuning.dispatch_for(weights, BUCKETS, torch.device("cpu"), path)
+    assert f"the table is not kept: [Errno {errno.EACCES}] Permission denied: '{path}'" in caplog.text
