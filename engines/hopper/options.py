@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from loka_serve.errors import EngineError
 
@@ -12,7 +14,7 @@ TOP_K = ("radix", "torch")
 
 @dataclass(frozen=True)
 class HopperOptions:
-    """Options of `HopperEngine`.
+    """Options of `HopperEngine`. Raises EngineError, which names the field, for a value that is not as described.
 
     Attributes:
         context_precision: in which keys and values of the context are read by attention: `bf16` or `fp8`.
@@ -42,11 +44,20 @@ class HopperOptions:
             raise EngineError(f"context_precision {self.context_precision!r}: expected one of {CONTEXT_PRECISIONS}")
         if self.top_k not in TOP_K:
             raise EngineError(f"top_k {self.top_k!r}: expected one of {TOP_K}")
+        for name in ("graphs", "fused", "tune"):
+            if not isinstance(getattr(self, name), bool):
+                raise EngineError(f"{name} {getattr(self, name)!r}: expected True or False")
         for name in ("batches", "beams", "contexts"):
             sizes = getattr(self, name)
-            if list(sizes) != sorted(set(sizes)) or any(size < 1 for size in sizes):
-                raise EngineError(f"{name} {sizes}: expected ascending positive sizes")
-        if not 0.0 < self.memory_share <= 1.0:
-            raise EngineError(f"memory_share {self.memory_share}: expected above 0, at most 1")
-        if self.catalog_headroom < 1.0:
-            raise EngineError(f"catalog_headroom {self.catalog_headroom}: expected at least 1")
+            # True and 2.0 equal sizes, but are none.
+            whole = isinstance(sizes, tuple) and all(type(size) is int and size >= 1 for size in sizes)
+            if not whole or list(sizes) != sorted(set(sizes)):
+                raise EngineError(f"{name} {sizes!r}: expected a tuple of ascending whole numbers from 1")
+        if not _is_number(self.memory_share) or not 0.0 < self.memory_share <= 1.0:
+            raise EngineError(f"memory_share {self.memory_share!r}: expected a number above 0, at most 1")
+        if not _is_number(self.catalog_headroom) or not 1.0 <= self.catalog_headroom < math.inf:
+            raise EngineError(f"catalog_headroom {self.catalog_headroom!r}: expected a finite number from 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from loka_serve.engines.base import EngineLimits
@@ -63,13 +65,29 @@ def test_sizes_beyond_the_limits_are_refused(options: dict[str, tuple[int, ...]]
         ("batches", (4, 2)),
         ("beams", (0,)),
         ("contexts", (5, 5)),
+        ("batches", (True, 2)),
+        ("beams", (16.0, 32)),
+        ("beams", (math.nan,)),
+        ("contexts", ("512",)),
+        ("contexts", 512),
+        ("contexts", [512]),
+        ("tune", 1),
+        ("graphs", "no"),
         ("context_precision", "fp4"),
         ("top_k", "heap"),
         ("memory_share", 0.0),
         ("memory_share", 1.1),
+        ("memory_share", math.nan),
+        ("memory_share", math.inf),
+        ("memory_share", True),
+        ("memory_share", "0.9"),
         ("catalog_headroom", 0.5),
+        ("catalog_headroom", math.nan),
+        ("catalog_headroom", math.inf),
+        ("catalog_headroom", True),
+        ("catalog_headroom", None),
     ],
 )
 def test_options_out_of_range_are_named(field: str, value: object) -> None:
-    with pytest.raises(EngineError, match=field):
+    with pytest.raises(EngineError, match=rf"^{field} .*: expected "):
         HopperOptions(**{field: value})  # type: ignore[arg-type]
