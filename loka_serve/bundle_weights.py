@@ -66,7 +66,7 @@ def load_weights(
     for file in sorted(files, key=lambda path: (not path.name.startswith("weights-f32-"), path.name)):
         for name, tensor in read_tensor_file(file):
             site, _, key = name.rpartition(".")
-            expected = states[site].get(key) if site in states else parameters.get(name)
+            expected = parameters.get(name) or states.get(site, {}).get(key)  # a site's bias is a parameter
             _check_tensor(file, name, tensor, expected, name in missing)
             missing.discard(name)
             if name in parameters:

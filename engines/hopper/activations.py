@@ -31,11 +31,15 @@ class Activation:
 
 @dataclass(frozen=True)
 class Producers:
-    """Makes activations and multiplies them; `fused` quantizes within the producer, otherwise in a further pass."""
+    """Makes activations and multiplies them; `fused` quantizes within the producer, otherwise in a further pass.
+
+    A gain of None is a BlockNorm.
+    """
 
     dispatch: Dispatch
     eps: float
     fused: bool
+    activation: str
 
     def project(self, activation: Activation, site: Site, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """x W^T of a dense site: [M, N]."""
@@ -52,8 +56,10 @@ class Producers:
             forms[recipe] = (x, None) if recipe == "bf16" else quantize_activation(x, SCALES[recipe])
         return Activation(forms)
 
-    def norm(self, x: Tensor, residual: Tensor | None, gain: Tensor, recipes: set[str]) -> tuple[Tensor, Activation]:
-        """(x + residual, its RMSNorm in the forms that `recipes` take)."""
+    def norm(
+        self, x: Tensor, residual: Tensor | None, gain: Tensor | None, recipes: set[str]
+    ) -> tuple[Tensor, Activation]:
+        """(x + residual, its norm in the forms that `recipes` take)."""
         quantized = sorted(recipes - {"bf16"})
         if not quantized or not self.fused:
             total, normed = residual_norm(x, residual, gain, self.eps)
@@ -67,22 +73,22 @@ class Producers:
         return total, Activation({**activation.forms, quantized[0]: (codes, scale)})
 
     def swiglu(self, gate_up: Tensor, recipe: str) -> Activation:
-        """silu(gate) * up of [M, 2 * width] for the site that follows."""
+        """activation(gate) * up of [M, 2 * width] for the site that follows."""
         if recipe == "bf16" or not self.fused:
-            return self.quantized(swiglu(gate_up), {recipe})
-        return Activation({recipe: swiglu_quantize(gate_up, recipe == "fp8_block")})
+            return self.quantized(swiglu(gate_up, activation=self.activation), {recipe})
+        return Activation({recipe: swiglu_quantize(gate_up, recipe == "fp8_block", activation=self.activation)})
 
     def combine_norm(
         self,
         experts: tuple[Tensor, Tensor, Tensor],
         shared: Tensor | None,
         residual: Tensor,
-        gain: Tensor,
+        gain: Tensor | None,
         recipe: str,
     ) -> tuple[Tensor, Activation]:
         """Expert outputs, shared expert and residual added up, and the sum's norm for the site that follows."""
         outputs, positions, weights = experts
-        if not self.fused:
+        if not self.fused or gain is None:  # the fused kernel knows no BlockNorm
             total = combine(outputs, positions, weights, shared, residual)
             return self.norm(total, None, gain, {recipe})
         total, normed, scale = combine_norm_quantize(

@@ -53,7 +53,7 @@ class Forward:
 
     def __init__(self, weights: HopperWeights, dispatch: Dispatch, options: HopperOptions) -> None:
         self.weights, self.config, self.options = weights, weights.config, options
-        self.produce = Producers(dispatch, weights.config.norm_eps, options.fused)
+        self.produce = Producers(dispatch, weights.config.norm_eps, options.fused, weights.config.activation)
 
     def context(self, history: Tensor, lengths: Tensor, features: Tensor) -> list[ContextKeys]:
         """Encode histories: int32 [B, T, L], lengths int32 [B] (-1: no request there), features int32 [B, F]."""
@@ -79,7 +79,7 @@ class Forward:
         slots = (lengths + 1).to(torch.int32)
         return [self._keys(key, value, slots, lengths_of_items) for key, value in zip(keys, values, strict=True)]
 
-    def _heads(self, chunk: Tensor, gain: Tensor, batch: int, slots: int) -> Tensor:
+    def _heads(self, chunk: Tensor, gain: Tensor | None, batch: int, slots: int) -> Tensor:
         _, normed = self.produce.norm(chunk.contiguous(), None, gain, {"bf16"})
         return normed.of("bf16")[0].view(batch, slots, self.config.kv_groups, self.config.head_dim)
 
@@ -181,7 +181,7 @@ class Forward:
         weights: DenseFeedForward | SparseFeedForward,
         x: Tensor,
         normed: Activation,
-        next_gain: Tensor,
+        next_gain: Tensor | None,
         next_recipe: str,
     ) -> tuple[Tensor, Activation]:
         if isinstance(weights, DenseFeedForward):

@@ -36,6 +36,10 @@ def check_model(config: OneRecV2Config) -> None:
     for field in ("d_model", "expert_width", "d_ff"):
         if getattr(config, field) % 16:
             raise EngineError(f"config {field} {getattr(config, field)}: the hopper engine runs multiples of 16")
+    if config.linear_bias:
+        raise EngineError("config linear_bias true: the hopper engine runs linears without bias")
+    if config.activation != "silu" and config.experts:
+        raise EngineError(f"config activation {config.activation} with experts: the hopper engine runs silu there")
     experts = config.experts + config.shared_experts
     if config.experts and experts > MAX_EXPERTS:
         raise EngineError(f"config experts {config.experts} and shared: the hopper engine runs at most {MAX_EXPERTS}")

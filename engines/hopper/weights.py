@@ -11,7 +11,7 @@ from loka_serve.engines.hopper.support import RECIPES, check_expert_recipe
 from loka_serve.errors import EngineError
 from loka_serve.kernels.moe.reference import ExpertWeights
 from loka_serve.models.config import OneRecV2Config
-from loka_serve.models.layers import GroupedLinear, Linear, RMSNorm, SparseMoE, SwiGLU
+from loka_serve.models.layers import BlockNorm, GroupedLinear, Linear, RMSNorm, SparseMoE, SwiGLU
 from loka_serve.models.onerec_v2 import Block, OneRecV2
 from loka_serve.quantization.methods import SiteMethod
 
@@ -54,16 +54,16 @@ class SparseFeedForward:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One block; gains are float32 [d_model]."""
+    """One block; gains are float32 [d_model], or None before a BlockNorm."""
 
     kv_set: int
-    cross_attention_gain: Tensor
+    cross_attention_gain: Tensor | None
     query: Site
     cross_output: Site
-    self_attention_gain: Tensor
+    self_attention_gain: Tensor | None
     qkv: Site
     self_output: Site
-    feed_forward_gain: Tensor
+    feed_forward_gain: Tensor | None
     feed_forward: DenseFeedForward | SparseFeedForward
 
 
@@ -77,7 +77,7 @@ class ContextWeights:
     recency: Tensor | None
     segment: Tensor | None
     projection: Site
-    gains: tuple[Tensor, ...]
+    gains: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class HopperWeights:
     bos: Tensor
     token_tables: tuple[Tensor, ...]
     layers: tuple[LayerWeights, ...]
-    head_gains: tuple[Tensor, ...]
+    head_gains: tuple[Tensor | None, ...]
     heads: tuple[Site, ...]
     bytes: int
 
@@ -221,6 +221,8 @@ def _table(module: torch.nn.Module) -> Tensor:
     return weight.data.bfloat16().contiguous()
 
 
-def _gain(norm: torch.nn.Module) -> Tensor:
+def _gain(norm: torch.nn.Module) -> Tensor | None:
+    if isinstance(norm, BlockNorm):
+        return None
     assert isinstance(norm, RMSNorm)
     return norm.weight.data.float()

@@ -11,6 +11,12 @@ from loka_serve.errors import CheckpointError
 
 MODEL_TYPE = "onerec_v2"
 POSITION_ENCODINGS = ("recency", "rotary")
+WORDS: dict[str, tuple[str, ...]] = {
+    "position_encoding": POSITION_ENCODINGS,
+    "norm": ("rms", "block"),
+    "activation": ("silu", "hard_swish"),
+}
+"""What every field that is one of a few words may be."""
 SHOWN_CHARACTERS = 100
 
 # Far beyond any model that could be served, and small enough that no shape overflows and no loop seems to hang.
@@ -75,6 +81,9 @@ class OneRecV2Config:
             keys by their position (arXiv 2104.09864), so that one context serves targets at several times.
         short_term_length: items at the history's end that get the short-term segment vector; 0 for one pathway.
         features: static user features, embedded into the context's first position.
+        norm: `rms` is an RMSNorm with gains; `block` the parameter-free BlockNorm of LoKA (arXiv 2605.10886).
+        activation: of the feed-forward's gate: `silu`, or `hard_swish`, x * relu6(x + 3) / 6.
+        linear_bias: attention and dense feed-forward linears (shared experts too) carry a bias.
     """
 
     d_model: int
@@ -98,6 +107,9 @@ class OneRecV2Config:
     short_term_length: int = 0
     features: tuple[FeatureConfig, ...] = ()
     norm_eps: float = 1e-6
+    norm: str = "rms"
+    activation: str = "silu"
+    linear_bias: bool = False
 
     def __post_init__(self) -> None:
         for field, (low, high) in INTEGERS.items():
@@ -109,11 +121,10 @@ class OneRecV2Config:
             # NaN fails the comparison.
             in_range = type(value) in (int, float) and least <= value <= most
             self._require(in_range, field, f"a number from {least:g} to {most:g}")
-        self._require(
-            type(self.position_encoding) is str and self.position_encoding in POSITION_ENCODINGS,
-            "position_encoding",
-            f"one of {', '.join(POSITION_ENCODINGS)}",
-        )
+        for field, words in WORDS.items():
+            value = getattr(self, field)
+            self._require(type(value) is str and value in words, field, f"one of {', '.join(words)}")
+        self._require(type(self.linear_bias) is bool, "linear_bias", "true or false")
         sizes = self.codebook_sizes
         self._require(
             isinstance(sizes, tuple)

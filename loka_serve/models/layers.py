@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+NORM_BLOCK = 256
+"""Channels that a BlockNorm normalises together."""
+
 
 class LinearMethod(Protocol):
     """How a linear site computes, once a recipe has taken over its weight."""
@@ -23,16 +26,17 @@ class GroupedLinearMethod(Protocol):
 
 
 class Linear(nn.Module):
-    """A GEMM site without bias: y = x W^T, W of shape [out, in].
+    """A GEMM site: y = x W^T, W of shape [out, in]; with `bias`, float or lower [out], added to the product.
 
     `method`, when set, replaces the product (the weight is then dropped); `observer`, when set, sees the input first as
     rows [M, in]. A site's name is its module path in the model, `layers.3.mlp.down` for example.
     """
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.method: LinearMethod | None = None
         self.observer: Callable[[Tensor], None] | None = None
 
@@ -40,9 +44,11 @@ class Linear(nn.Module):
         if self.observer is not None:
             self.observer(x.reshape(-1, self.in_features))
         if self.method is not None:
-            return self.method(x)
-        assert self.weight is not None
-        return F.linear(x, self.weight)
+            product = self.method(x)
+        else:
+            assert self.weight is not None
+            product = F.linear(x, self.weight)
+        return product if self.bias is None else (product.float() + self.bias.float()).to(product.dtype)
 
 
 class GroupedLinear(nn.Module):
@@ -101,22 +107,46 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate) * up), gate and up fused into one site (arXiv 2002.05202)."""
+class BlockNorm(nn.Module):
+    """Parameter-free RMSNorm over blocks of 256 channels, the last one with what remains (LoKA, arXiv 2605.10886).
 
-    def __init__(self, d_model: int, width: int) -> None:
+    Trained in: no gain can make an outlier channel, and a large value takes precision from its own block alone.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.gate_up = Linear(d_model, 2 * width)
-        self.down = Linear(width, d_model)
+        self.width, self.eps = width, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x)))
+        blocks = x.float().split(NORM_BLOCK, dim=-1)
+        return torch.cat([F.rms_norm(block, block.shape[-1:], None, self.eps) for block in blocks], -1).to(x.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a fused [..., 2 * width] tensor whose first half is the gate."""
+def make_norm(kind: str, width: int, eps: float) -> RMSNorm | BlockNorm:
+    """A norm by its name in the configuration: `rms` or `block`."""
+    return BlockNorm(width, eps) if kind == "block" else RMSNorm(width, eps)
+
+
+class SwiGLU(nn.Module):
+    """down(activation(gate) * up), gate and up fused into one site (arXiv 2002.05202)."""
+
+    def __init__(self, d_model: int, width: int, activation: str = "silu", bias: bool = False) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_up = Linear(d_model, 2 * width, bias)
+        self.down = Linear(width, d_model, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x), self.activation))
+
+
+def swiglu(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up of a fused [..., 2 * width] tensor whose first half is the gate.
+
+    `hard_swish` is x * relu6(x + 3) / 6 (arXiv 1905.02244), which needs no exponential and is 0 below -3.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.hardswish(gate) if activation == "hard_swish" else F.silu(gate)) * up
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -143,14 +173,23 @@ class SparseMoE(nn.Module):
     With `dense` set, every expert runs on every row: no sort and no host synchronisation, for training small models.
     """
 
-    def __init__(self, d_model: int, experts: int, experts_per_token: int, width: int, shared_experts: int) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        experts: int,
+        experts_per_token: int,
+        width: int,
+        shared_experts: int,
+        activation: str = "silu",
+        shared_bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.experts, self.experts_per_token = experts, experts_per_token
+        self.experts, self.experts_per_token, self.activation = experts, experts_per_token, activation
         self.router = Linear(d_model, experts)
         self.selection_bias = nn.Parameter(torch.zeros(experts), requires_grad=False)
         self.gate_up = GroupedLinear(experts, d_model, 2 * width)
         self.down = GroupedLinear(experts, width, d_model)
-        self.shared = SwiGLU(d_model, shared_experts * width) if shared_experts else None
+        self.shared = SwiGLU(d_model, shared_experts * width, activation, shared_bias) if shared_experts else None
         self.dense = False
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +214,7 @@ class SparseMoE(nn.Module):
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=self.experts)
         offsets = F.pad(counts.cumsum(0), (1, 0))
-        hidden = swiglu(self.gate_up(rows[order // self.experts_per_token], offsets))
+        hidden = swiglu(self.gate_up(rows[order // self.experts_per_token], offsets), self.activation)
         outputs = self.down(hidden, offsets)
         # Back in token order first: a sum over k in a fixed order is deterministic, a scatter-add is not.
         unsorted = torch.empty_like(outputs)
@@ -186,5 +225,5 @@ class SparseMoE(nn.Module):
     def _dense_experts(self, rows: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         assert self.gate_up.weight is not None and self.down.weight is not None
         gates = torch.zeros(rows.shape[0], self.experts, device=rows.device).scatter(1, selected, weights)
-        hidden = swiglu(torch.einsum("md,efd->mef", rows, self.gate_up.weight))
+        hidden = swiglu(torch.einsum("md,efd->mef", rows, self.gate_up.weight), self.activation)
         return torch.einsum("mef,edf->md", hidden * gates[..., None].to(hidden.dtype), self.down.weight)

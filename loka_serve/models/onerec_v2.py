@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka_serve.models.config import OneRecV2Config
-from loka_serve.models.layers import Embedding, GroupedLinear, Linear, RMSNorm, SparseMoE, SwiGLU, rotate
+from loka_serve.models.layers import Embedding, GroupedLinear, Linear, SparseMoE, SwiGLU, make_norm, rotate
 
 
 @dataclass
@@ -74,7 +74,9 @@ class ContextProcessor(nn.Module):
         if config.short_term_length:
             self.segment_embedding = Embedding(2, config.d_model)
         self.projection = Linear(config.d_model, config.d_context)
-        self.norms = nn.ModuleList([RMSNorm(width, config.norm_eps) for _ in range(config.kv_layers * config.kv_split)])
+        self.norms = nn.ModuleList(
+            [make_norm(config.norm, width, config.norm_eps) for _ in range(config.kv_layers * config.kv_split)]
+        )
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, history: Tensor, lengths: Tensor, features: Tensor) -> Context:
@@ -119,8 +121,8 @@ class CrossAttention(nn.Module):
     def __init__(self, config: OneRecV2Config) -> None:
         super().__init__()
         self.config = config
-        self.query = Linear(config.d_model, config.heads * config.head_dim)
-        self.output = Linear(config.heads * config.head_dim, config.d_model)
+        self.query = Linear(config.d_model, config.heads * config.head_dim, config.linear_bias)
+        self.output = Linear(config.heads * config.head_dim, config.d_model, config.linear_bias)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, visible: Tensor, positions: Tensor) -> Tensor:
         """x [B, N, S, d]; keys, values [B, 1 + T, G, head_dim]; visible bool [B, N or 1, 1 + T]; positions [B, N]."""
@@ -147,8 +149,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: OneRecV2Config) -> None:
         super().__init__()
         self.heads, self.head_dim = config.heads, config.head_dim
-        self.qkv = Linear(config.d_model, 3 * config.heads * config.head_dim)
-        self.output = Linear(config.heads * config.head_dim, config.d_model)
+        self.qkv = Linear(config.d_model, 3 * config.heads * config.head_dim, config.linear_bias)
+        self.output = Linear(config.heads * config.head_dim, config.d_model, config.linear_bias)
 
     def forward(self, x: Tensor, cache: DecodeCache | None, layer: int) -> Tensor:
         """x [B, N, S, d]. With a cache, S = 1 and all cached levels are visible; without, attention is causal."""
@@ -168,17 +170,23 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.kv_set = layer * config.kv_layers // config.layers
-        self.cross_attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.cross_attention_norm = make_norm(config.norm, config.d_model, config.norm_eps)
         self.cross_attention = CrossAttention(config)
-        self.self_attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.self_attention_norm = make_norm(config.norm, config.d_model, config.norm_eps)
         self.self_attention = SelfAttention(config)
-        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.ffn_norm = make_norm(config.norm, config.d_model, config.norm_eps)
         if config.is_sparse(layer):
             self.moe = SparseMoE(
-                config.d_model, config.experts, config.experts_per_token, config.expert_width, config.shared_experts
+                config.d_model,
+                config.experts,
+                config.experts_per_token,
+                config.expert_width,
+                config.shared_experts,
+                config.activation,
+                config.linear_bias,
             )
         else:
-            self.mlp = SwiGLU(config.d_model, config.d_ff)
+            self.mlp = SwiGLU(config.d_model, config.d_ff, config.activation, config.linear_bias)
         self.dropout = nn.Dropout(0.0)
 
     def forward(
@@ -201,7 +209,9 @@ class OneRecV2(nn.Module):
         self.bos = nn.Parameter(torch.empty(config.d_model))
         self.token_embeddings = nn.ModuleList([Embedding(size, config.d_model) for size in config.codebook_sizes[:-1]])
         self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
-        self.norms = nn.ModuleList([RMSNorm(config.d_model, config.norm_eps) for _ in config.codebook_sizes])
+        self.norms = nn.ModuleList(
+            [make_norm(config.norm, config.d_model, config.norm_eps) for _ in config.codebook_sizes]
+        )
         self.heads = nn.ModuleList([Linear(config.d_model, size) for size in config.codebook_sizes])
 
     def sites(self) -> dict[str, Linear | GroupedLinear]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loka_serve.errors import CheckpointError
-from loka_serve.models.config import INTEGERS, NUMBERS, PRESETS, FeatureConfig, OneRecV2Config
+from loka_serve.models.config import INTEGERS, NUMBERS, PRESETS, WORDS, FeatureConfig, OneRecV2Config
 from loka_serve.models.onerec_v2 import OneRecV2
 
 TINY = PRESETS["tiny"].to_dict()
@@ -26,8 +26,10 @@ def error(**change: object) -> str:
 
 
 def test_every_field_has_its_check() -> None:
-    others = {"codebook_sizes", "position_encoding", "features"}
-    assert INTEGERS.keys() | NUMBERS.keys() | others == {field.name for field in dataclasses.fields(OneRecV2Config)}
+    others = {"codebook_sizes", "linear_bias", "features"}
+    assert INTEGERS.keys() | NUMBERS.keys() | WORDS.keys() | others == {
+        field.name for field in dataclasses.fields(OneRecV2Config)
+    }
 
 
 @pytest.mark.parametrize("field", INTEGERS)
@@ -55,11 +57,15 @@ def test_codebook_sizes(value: Any) -> None:
     assert error(codebook_sizes=value).endswith(": expected 2 to 5 integers from 1 to 16777216")
 
 
-def test_position_encoding() -> None:
-    for value in ("sinus", ["recency"], None, 1):
-        assert (
-            error(position_encoding=value) == f"config position_encoding = {value!r}: expected one of recency, rotary"
-        )
+@pytest.mark.parametrize("field", WORDS)
+def test_words_are_of_a_few(field: str) -> None:
+    for value in ("sinus", ["recency"], None, 1, True):
+        assert error(**{field: value}) == f"config {field} = {value!r}: expected one of {', '.join(WORDS[field])}"
+
+
+def test_linear_bias_is_true_or_false() -> None:
+    for value in ("true", 1, 0, None, []):
+        assert error(linear_bias=value) == f"config linear_bias = {value!r}: expected true or false"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from loka_serve.errors import CheckpointError
 from loka_serve.models.config import PRESETS, FeatureConfig, OneRecV2Config
-from loka_serve.models.layers import SparseMoE, rotate
+from loka_serve.models.layers import BlockNorm, Linear, SparseMoE, rotate, swiglu
 from loka_serve.models.onerec_v2 import DecodeCache, OneRecV2, count_parameters
 
 # Two float32 evaluations of a 3-layer model in another order of summation; logits have standard deviation 1.
@@ -26,11 +26,19 @@ VARIANTS = {
     "features": dataclasses.replace(
         PRESETS["tiny"], codebook_sizes=(9, 8), features=(FeatureConfig("age", ("young", "old")),)
     ),
+    "block norm, hard swish, biases": dataclasses.replace(
+        PRESETS["tiny"], d_model=320, norm="block", activation="hard_swish", linear_bias=True
+    ),
 }
 
 
 def build(config: OneRecV2Config, seed: int = 0) -> OneRecV2:
-    return OneRecV2(config).initialize(seed).eval()
+    model = OneRecV2(config).initialize(seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
 
 
 def random_batch(config: OneRecV2Config, batch: int, length: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -136,6 +144,39 @@ def test_rotation_depends_on_the_distance_alone() -> None:
 
     torch.testing.assert_close(product(9, 4), product(105, 100), atol=1e-4, rtol=1e-4)
     assert abs(product(9, 4) - product(9, 5)) > 1e-4
+
+
+def test_block_norm_normalises_each_block_alone_and_has_no_parameter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 600, generator=generator)
+    norm = BlockNorm(600, 1e-6)
+    assert list(norm.parameters()) == []
+    expected = torch.cat(
+        [
+            block / (block.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            for block in (x[:, :256], x[:, 256:512], x[:, 512:])
+        ],
+        -1,
+    )
+    torch.testing.assert_close(norm(x), expected, atol=1e-6, rtol=1e-5)
+    x[0, 10] = 1000.0  # an outlier takes nothing from the other blocks
+    assert torch.equal(norm(x)[:, 256:], norm(torch.where(x == 1000.0, 0.0, x))[:, 256:])
+
+
+def test_hard_swish_gate() -> None:
+    gate, up = torch.tensor([-4.0, -3.0, -1.5, 0.0, 3.0, 5.0]), torch.full((6,), 2.0)
+    expected = torch.tensor([0.0, 0.0, -0.75, 0.0, 6.0, 10.0])
+    assert torch.equal(swiglu(torch.cat([gate, up]), "hard_swish"), expected)
+
+
+def test_a_bias_is_added_to_the_product_in_float32() -> None:
+    linear = Linear(4, 3, bias=True)
+    linear.weight = torch.nn.Parameter(torch.eye(3, 4))
+    linear.bias = torch.nn.Parameter(torch.tensor([0.5, -1.0, 0.0]))
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    assert torch.equal(linear(x), torch.tensor([[1.5, 1.0, 3.0]]))
+    linear.method = lambda rows: rows[:, :3] * 2
+    assert torch.equal(linear(x), torch.tensor([[2.5, 3.0, 6.0]]))
 
 
 def test_routing_bias_selects_but_does_not_weigh() -> None:

@@ -39,6 +39,10 @@ ROTARY = dataclasses.replace(
 RECENCY = dataclasses.replace(
     ROTARY, position_encoding="recency", kv_split=1, kv_layers=1, kv_groups=2, short_term_length=3
 )
+BLOCK_NORM = dataclasses.replace(RECENCY, norm="block", layers=1)
+HARD_SWISH = dataclasses.replace(
+    ROTARY, norm="block", activation="hard_swish", layers=1, kv_layers=1, experts=0, first_dense_layers=0
+)
 LIMITS = EngineLimits(batch=3, beam=6, context=9, levels=3)
 # The oracle keeps its activations in float32. Here they are bfloat16, of which two layers and three levels make 0.03 in
 # scores near -7 (0.015 RMS); FP8 codes of slightly different inputs make 0.18 (0.08 RMS). Another path gives 1 or more.
@@ -113,6 +117,8 @@ CASES = {
     "bf16_recency": (RECENCY, "bf16", HopperOptions(graphs=False)),
     "fp8_recency": (RECENCY, "fp8", HopperOptions(graphs=DEVICE == "cuda")),
     "fp8_rotary_unfused": (ROTARY, "fp8", HopperOptions(graphs=False, fused=False, top_k="torch")),
+    "bf16_block_norm": (BLOCK_NORM, "bf16", HopperOptions(graphs=False)),
+    "fp8_hard_swish": (HARD_SWISH, "fp8", HopperOptions(graphs=False)),
     "fp8_context": (RECENCY, "fp8", HopperOptions(graphs=False, context_precision="fp8")),
 }
 

@@ -34,6 +34,15 @@ def test_shapes_that_kernels_do_not_take_are_named(field: str, value: int) -> No
         support.check_model(dataclasses.replace(CONFIG, **{field: value}))
 
 
+def test_trained_in_variants_without_kernels_are_named() -> None:
+    support.check_model(dataclasses.replace(CONFIG, norm="block"))
+    support.check_model(dataclasses.replace(PRESETS["onerec-v2-1b"], norm="block", activation="hard_swish"))
+    with pytest.raises(EngineError, match="config linear_bias true: the hopper engine runs linears without bias"):
+        support.check_model(dataclasses.replace(CONFIG, linear_bias=True))
+    with pytest.raises(EngineError, match="config activation hard_swish with experts"):
+        support.check_model(dataclasses.replace(CONFIG, activation="hard_swish"))
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [

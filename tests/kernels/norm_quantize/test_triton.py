@@ -21,13 +21,15 @@ def inputs(rows: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor
     return x, residual, (torch.rand(width, generator=generator) + 0.5).to(DEVICE)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 128), (3, 192), (5, 1408), (2, 65)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 128), (3, 192), (5, 1408), (2, 65), (2, 576)])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("block_scales", [False, True])
-def test_equals_reference(rows: int, width: int, with_residual: bool, block_scales: bool) -> None:
+@pytest.mark.parametrize("block_norm", [False, True])
+def test_equals_reference(rows: int, width: int, with_residual: bool, block_scales: bool, block_norm: bool) -> None:
     from loka_serve.kernels.norm_quantize import triton as fused
 
-    x, residual, gain = inputs(rows, width, seed=rows * width)
+    x, residual, full_gain = inputs(rows, width, seed=rows * width)
+    gain = None if block_norm else full_gain
     added = residual if with_residual else None
     expected = reference.residual_norm_quantize(x, added, gain, 1e-6, block_scales)
     total, codes, scale = fused.residual_norm_quantize(x, added, gain, 1e-6, block_scales)
@@ -37,6 +39,19 @@ def test_equals_reference(rows: int, width: int, with_residual: bool, block_scal
     assert_codes_close(codes, expected[1])
     _, normed = fused.residual_norm(x, added, gain, 1e-6)
     torch.testing.assert_close(normed, reference.residual_norm(x, added, gain, 1e-6)[1], rtol=2**-7, atol=1e-6)
+
+
+def test_block_norm_keeps_an_outlier_in_its_block() -> None:
+    from loka_serve.kernels.norm_quantize import triton as fused
+
+    x, _, _ = inputs(3, 640, seed=3)
+    _, plain = fused.residual_norm(x, None, None, 1e-6)
+    x[:, 300] = 1e4
+    _, normed = fused.residual_norm(x, None, None, 1e-6)
+    others = [*range(256), *range(512, 640)]
+    assert torch.equal(normed[:, others], plain[:, others])
+    # Alone in its block of 256, the outlier becomes sqrt(256); one bfloat16 step of 16 is 1/8.
+    assert ((normed[:, 300].float() - 16).abs() <= 0.125).all()
 
 
 @pytest.mark.parametrize("block_scales", [False, True])
@@ -103,8 +118,8 @@ def test_compiles_for_hopper() -> None:
         signature={**bf16, **strides, "gain_ptr": "*fp32", "scale_ptr": "*fp32", "eps": "fp32", "rows": "i32"},
         configurations=[
             {"WIDTH": width, "BLOCKS": 16, "ROWS": rows, "HAS_RESIDUAL": True, "BOTH": rows > 1}
-            | {"SCALES": scales, "out_ptr": out}
-            for width, rows in ((1408, 4), (1792, 1))
+            | {"BLOCK_NORM": block_norm, "SCALES": scales, "out_ptr": out}
+            for width, rows, block_norm in ((1408, 4, False), (1792, 1, False), (1408, 4, True))
             for scales, out in ((0, "*bf16"), (1, "*fp8e4nv"), (2, "*fp8e4nv"))
         ],
     )
