@@ -139,7 +139,7 @@ def build(config: BuildConfig) -> BuildOutcome:
         )
         with bar("rank quantized", len(inputs.held_out)) as progress:
             quantized = recommend_items(quantized_engine, inputs.catalog, inputs.held_out, top_k, progress)
-        gate = compare(quantized, bf16, inputs.targets, top_k, config.min_top_k_overlap)
+        gate = compare(quantized, bf16, inputs.targets, inputs.catalog, top_k, config.min_top_k_overlap)
         _complete(stage, config, inputs, gate.to_dict())
         destination = config.out if gate.passed else rejected
         publish(stage, destination)
@@ -289,6 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
     print(format_table(outcome.sites))
     print(summarize(outcome))
+    for warning in outcome.gate.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if outcome.gate.passed:
         return 0
     costliest = ", ".join(

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from loka_serve.evaluation import hit_rate_at_k, ndcg_at_k, recall_at_k, top_k_overlap
+from loka_serve.evaluation import (
+    bootstrap_interval,
+    expected_calibration_error,
+    hit_rate_at_k,
+    ndcg_at_k,
+    recall_at_k,
+    top_k_overlap,
+)
 
 RECOMMENDED = [["a", "b", "c", "d"], ["e", "f", "g", "h"], ["i", "j"]]
 RELEVANT = [{"b", "d", "x"}, {"z"}, {"j"}]
@@ -62,3 +70,39 @@ def test_bad_arguments() -> None:
         hit_rate_at_k(RECOMMENDED, RELEVANT, 0)
     with pytest.raises(ValueError, match="2 and 3 users"):
         top_k_overlap(RECOMMENDED[:2], RECOMMENDED, 3)
+
+
+def test_bootstrap_interval_of_a_known_distribution() -> None:
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    low, high = bootstrap_interval(values)
+    error = values.std() / 20
+    # Of 1,000 resamples the 2.5 % quantile itself is uncertain to about a tenth of the standard error.
+    assert low == pytest.approx(values.mean() - 1.96 * error, abs=0.25 * error)
+    assert high == pytest.approx(values.mean() + 1.96 * error, abs=0.25 * error)
+    assert bootstrap_interval(values) == (low, high)
+
+
+def test_bootstrap_interval_holds_the_truth_nineteen_times_in_twenty() -> None:
+    generator = np.random.default_rng(2)
+    held = 0
+    for _ in range(200):
+        low, high = bootstrap_interval((generator.random(100) < 0.3).astype(np.float64))
+        held += low <= 0.3 <= high
+    assert 180 <= held <= 199  # binomial(200, .95): three standard deviations are 9
+
+
+def test_bootstrap_interval_leaves_users_without_a_value_out() -> None:
+    assert bootstrap_interval(np.array([0.5, math.nan, 0.5])) == (0.5, 0.5)
+    assert all(map(math.isnan, bootstrap_interval(np.array([math.nan]))))
+
+
+def test_calibration_error_by_hand() -> None:
+    # Bin .3: two predictions of .3 and .38, one hit, gap .16; bin .9: one of .9, a hit, gap .1.
+    error = expected_calibration_error([0.3, 0.9, 0.38], [True, True, False])
+    assert error == pytest.approx((abs(0.3 + 0.38 - 1) + abs(0.9 - 1)) / 3)
+    assert expected_calibration_error([1.0, 0.0], [True, False]) == 0.0
+    assert math.isnan(expected_calibration_error([], []))
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        expected_calibration_error([1.5], [True])
+    with pytest.raises(ValueError, match="1 probabilities and 2 hits"):
+        expected_calibration_error([0.5], [True, False])
