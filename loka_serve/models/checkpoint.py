@@ -14,6 +14,7 @@ from torch import Tensor
 from loka_serve.errors import CheckpointError
 from loka_serve.models.config import OneRecV2Config
 from loka_serve.models.onerec_v2 import OneRecV2
+from loka_serve.models.parts import PartsReader, held_apart, part_shapes
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -35,7 +36,7 @@ def load_config(directory: str | Path) -> OneRecV2Config:
 def load_checkpoint(
     directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> OneRecV2:
-    """Read a model whole, or not at all.
+    """Read a model whole, or not at all. Projections that are held apart are fused, see `loka_serve.models.parts`.
 
     Args:
         dtype: convert floating-point weights to it; None keeps the stored ones.
@@ -47,10 +48,23 @@ def load_checkpoint(
     with torch.device("meta"):
         model = OneRecV2(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    check_tensors(Path(directory), expected)
+    apart = held_apart(expected, stored_names(directory))
+    check_tensors(Path(directory), part_shapes(expected, apart))
+    reader = PartsReader(expected, apart)
     for name, tensor in read_tensors(directory):
-        assign_parameter(model, name, tensor.to(device=device, dtype=dtype or tensor.dtype))
+        complete = reader.add(name, tensor.to(device=device, dtype=dtype or tensor.dtype))
+        if complete is not None:
+            assign_parameter(model, *complete)
     return model.eval()
+
+
+def stored_names(directory: str | Path) -> set[str]:
+    """Names of all tensors of a checkpoint, from the files' headers. Raises CheckpointError naming the file."""
+    names: set[str] = set()
+    for path in _weight_files(Path(directory)):
+        with _open(path) as file:
+            names |= set(file.keys())
+    return names
 
 
 def save_checkpoint(model: OneRecV2, directory: str | Path, max_shard_bytes: int = 4 << 30) -> None:
