@@ -9,12 +9,17 @@ from loka_serve.errors import EngineError
 if TYPE_CHECKING:
     from loka_serve.bundle import Bundle
     from loka_serve.engines.base import Engine, EngineLimits
+    from loka_serve.engines.hopper.options import HopperOptions
 
 ENGINES = ("reference", "hopper")
 
 
-def load_engine(bundle: Bundle, engine: str, device: str, limits: EngineLimits) -> Engine:
+def load_engine(
+    bundle: Bundle, engine: str, device: str, limits: EngineLimits, hopper: HopperOptions | None = None
+) -> Engine:
     """Build the engine named `engine` from a bundle on `device` (`cpu`, `cuda`, `cuda:1`).
+
+    `hopper` is for that engine alone; None takes its defaults.
 
     Raises:
         EngineError: unknown engine or device, or limits that the model cannot reach.
@@ -31,7 +36,7 @@ def load_engine(bundle: Bundle, engine: str, device: str, limits: EngineLimits) 
     except (RuntimeError, AssertionError) as error:
         raise EngineError(f"device {device!r} is not usable here: {str(error).splitlines()[0]}") from error
     if engine == "hopper":
-        from loka_serve.engines.hopper.engine import HopperEngine
+        from loka_serve.engines.hopper.engine import DEFAULT_OPTIONS, HopperEngine
 
-        return HopperEngine(bundle, limits, device)
+        return HopperEngine(bundle, limits, device, hopper or DEFAULT_OPTIONS)
     return ReferenceEngine(bundle.load_model(device), bundle.catalog, limits, device)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,7 +36,7 @@ from loka_serve.bundle_weights import load_parameter, stored_dtype
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.catalog.readers import read_catalog
 from loka_serve.catalog.storage import is_compiled_catalog
-from loka_serve.config import BuildConfig
+from loka_serve.config import LEAST_BEAM_LIMIT, BuildConfig
 from loka_serve.cores import default_threads
 from loka_serve.engines import ENGINES
 from loka_serve.engines.base import EngineLimits, EngineRequest
@@ -149,7 +149,7 @@ def build(config: BuildConfig) -> BuildOutcome:
 def check_hopper(model: OneRecV2Config, limits: EngineLimits, recipe: str) -> None:
     """Raises EngineError, before any weight is read, where the hopper engine would refuse the bundle."""
     check_model(model)
-    check_limits(model, limits)
+    check_limits(model, replace(limits, beam=max(limits.beam, LEAST_BEAM_LIMIT)))  # as it is served
     if recipe != AUTO:
         with torch.device("meta"):
             check_plan(PrecisionPlan.uniform(OneRecV2(model).sites(), recipe))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from loka_serve.engines import ENGINES
+from loka_serve.engines.hopper.options import CONTEXT_PRECISIONS, HopperOptions
 from loka_serve.settings import (
     Choice,
     Device,
@@ -16,11 +17,16 @@ from loka_serve.settings import (
     Integer,
     Number,
     OutputPath,
+    Sizes,
     Switch,
     Text,
     read_settings,
     setting,
 )
+
+LEAST_BEAM_LIMIT = 128
+"""What a server takes at least unless told: a model with few beams by default still answers for many items."""
+HOPPER = "the hopper engine (others ignore these)"
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,46 @@ class ServerConfig:
     )
     max_delay_ms: float = setting(
         Number(0, 10_000), "longest time that a request waits for others to share its batch", "batching", 2.0
+    )
+
+    hopper_context_precision: str = setting(
+        Choice(CONTEXT_PRECISIONS),
+        "in which attention reads the context's keys and values",
+        HOPPER,
+        HopperOptions.context_precision,
+    )
+    hopper_batches: tuple[int, ...] = setting(
+        Sizes(), "batch sizes to capture beside --max-batch; auto doubles up to it", HOPPER, HopperOptions.batches
+    )
+    hopper_beams: tuple[int, ...] = setting(
+        Sizes(),
+        "beam widths to capture beside --max-beam-width; auto doubles up to it from 128",
+        HOPPER,
+        HopperOptions.beams,
+    )
+    hopper_contexts: tuple[int, ...] = setting(
+        Sizes(),
+        "history lengths to capture beside --max-context; auto quadruples up to it from 512",
+        HOPPER,
+        HopperOptions.contexts,
+    )
+    hopper_memory_share: float = setting(
+        Number(0.01, 1),
+        "part of the GPU's memory that weights and workspaces may fill",
+        HOPPER,
+        HopperOptions.memory_share,
+    )
+    hopper_catalog_headroom: float = setting(
+        Number(1, 1000),
+        "room for larger catalogs, as a multiple of the first one",
+        HOPPER,
+        HopperOptions.catalog_headroom,
+    )
+    hopper_tune: bool = setting(
+        Switch(),
+        "measure which library runs each GEMM fastest, unless that is on file; off takes defaults",
+        HOPPER,
+        HopperOptions.tune,
     )
 
     max_queue: int = setting(
@@ -98,6 +144,19 @@ class ServerConfig:
     summary_interval_s: float = setting(
         Number(0, 86_400), "seconds between the log's one-line summaries; 0 for none", "logging", 10.0
     )
+
+    @property
+    def hopper_options(self) -> HopperOptions:
+        """What the hopper engine is to be started with."""
+        return HopperOptions(
+            context_precision=self.hopper_context_precision,
+            batches=self.hopper_batches,
+            beams=self.hopper_beams,
+            contexts=self.hopper_contexts,
+            memory_share=self.hopper_memory_share,
+            catalog_headroom=self.hopper_catalog_headroom,
+            tune=self.hopper_tune,
+        )
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Self:

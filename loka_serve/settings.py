@@ -70,6 +70,22 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Ascending whole numbers from 1, or `auto`, which is none of them."""
+
+    expected: ClassVar[str] = "auto, or ascending whole numbers from 1 like 1,8,32"
+    metavar: ClassVar[str] = "N,N,..."
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        if text.strip().lower() == "auto":
+            return ()
+        sizes = tuple(int(part) for part in text.split(","))
+        if sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(text)
+        return sizes
+
+
+@dataclass(frozen=True)
 class Text:
     """A text that is not empty."""
 
@@ -251,6 +267,8 @@ def _help_of(field: dataclasses.Field[Any]) -> str:
         return f"{text} (required)"
     if isinstance(field.default, bool):
         return f"{text} (default: {'on' if field.default else 'off'})"
+    if field.default == ():
+        return f"{text} (default: auto)"
     return (
         f"{text} (default: {field.default:g})"
         if isinstance(field.default, float)

@@ -10,14 +10,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loka_serve.build import EXIT_ERROR, EXIT_GATE, main
+from loka_serve.build import EXIT_ERROR, EXIT_GATE, check_hopper, main
 from loka_serve.bundle import Bundle
+from loka_serve.engines.base import EngineLimits
+from loka_serve.engines.hopper.support import check_limits
+from loka_serve.errors import EngineError
 from loka_serve.models.config import PRESETS
 from tests.building import build_arguments, write_checkpoint, write_histories
 
@@ -136,6 +140,16 @@ def test_what_the_hopper_engine_would_refuse_is_not_built(
         assert build(folder, tmp_path / "bundle", "--engine", "hopper", "--recipe", recipe) == EXIT_ERROR
         assert f"error: site {site}: recipe {recipe}: the hopper engine runs" in capsys.readouterr().err
     assert not (tmp_path / "bundle").exists()
+
+
+def test_the_hopper_engine_is_checked_at_the_beam_that_a_server_takes() -> None:
+    codebooks = (1 << 24, 4, 4)
+    model = replace(PRESETS["tiny"], codebook_sizes=codebooks, beam_width=16)
+    limits = EngineLimits(1, model.beam_width, model.max_context, model.levels)
+    check_limits(model, limits)
+    with pytest.raises(EngineError, match=r"limits\.beam 128 x codebook 16777216: expected below 2\^31"):
+        check_hopper(model, limits, "auto")
+    check_hopper(replace(model, codebook_sizes=(1 << 23, 4, 4)), limits, "auto")
 
 
 def test_a_bundle_for_the_hopper_engine(folder: Path, tmp_path: Path) -> None:

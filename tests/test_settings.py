@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loka_serve.config import ServerConfig
+from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.settings import ConfigError, OutputPath
 
 
@@ -29,7 +30,9 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
         "max_delay_ms": "1.5", "max_queue": "4", "max_body_bytes": "5", "max_batch_requests": "6",
         "default_timeout_ms": "7.5", "body_timeout_s": "8", "allow_catalog_updates": "true", "max_catalog_bytes": "9",
         "engine_start_timeout_s": "10", "engine_batch_timeout_s": "11", "engine_restarts": "12",
-        "drain_timeout_s": "13", "log_level": "debug", "summary_interval_s": "14",
+        "hopper_context_precision": "fp8", "hopper_batches": "1,8", "hopper_beams": "128, 512", "hopper_contexts": "9",
+        "hopper_memory_share": "0.5", "hopper_catalog_headroom": "2", "hopper_tune": "true", "drain_timeout_s": "13",
+        "log_level": "debug", "summary_interval_s": "14",
     }  # fmt: skip
     assert set(values) == {field.name for field in dataclasses.fields(ServerConfig)}
     from_variables = read(**{f"LOKA_{name.upper()}": value for name, value in values.items()})
@@ -40,13 +43,35 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
     assert read(*flags) == from_variables
     assert (from_variables.device, from_variables.max_delay_ms, from_variables.max_batch) == ("cuda:1", 1.5, 2)
     assert from_variables.allow_catalog_updates is True
+    assert from_variables.hopper_options == HopperOptions(
+        "fp8", True, True, True, "radix", (1, 8), (128, 512), (9,), 0.5, 2.0
+    )
     assert read(*flags, LOKA_MAX_BATCH="99", LOKA_LOG_LEVEL="error") == from_variables
     assert read(*flags, "--no-allow-catalog-updates").allow_catalog_updates is False
+
+
+def test_the_hopper_engine_has_its_own_defaults_unless_told_otherwise(tmp_path: Path) -> None:
+    assert read("--bundle", str(tmp_path)).hopper_options == HopperOptions()
+    assert read("--bundle", str(tmp_path), "--hopper-batches", "auto").hopper_options == HopperOptions()
+    untuned = HopperOptions(tune=False)
+    assert read("--bundle", str(tmp_path), LOKA_HOPPER_TUNE="off").hopper_options == untuned
+    assert read("--bundle", str(tmp_path), "--no-hopper-tune", LOKA_HOPPER_TUNE="on").hopper_options == untuned
+    assert HopperOptions.from_json(untuned.to_json()) == untuned
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--hopper-batches", "8,1"], "--hopper-batches: expected auto, or ascending whole numbers from 1 like 1,8,32"),
+        (["--hopper-beams", "0"], "--hopper-beams: expected auto, or ascending whole numbers from 1 like 1,8,32"),
+        (["--hopper-contexts", "512.0"], "--hopper-contexts: expected auto, or ascending whole numbers from 1"),
+        (["--hopper-contexts", ""], "--hopper-contexts: expected auto, or ascending whole numbers from 1"),
+        (["--hopper-context-precision", "fp4"], "--hopper-context-precision: expected one of bf16, fp8, got 'fp4'"),
+        (["--hopper-memory-share", "nan"], "--hopper-memory-share: expected a number from 0.01 to 1, got 'nan'"),
+        (
+            ["--hopper-catalog-headroom", "inf"],
+            "--hopper-catalog-headroom: expected a number from 1 to 1000, got 'inf'",
+        ),
         (["--port", "70000"], "--port: expected a whole number from 0 to 65535, got '70000'"),
         (["--port", "8000.5"], "--port: expected a whole number from 0 to 65535, got '8000.5'"),
         (["--max-delay-ms", "nan"], "--max-delay-ms: expected a number from 0 to 10000, got 'nan'"),

@@ -45,11 +45,12 @@ class HopperEngine:
         check_limits(bundle.config, limits)
         check_plan(bundle.plan)
         check_catalog(bundle.catalog, bundle.config)
+        buckets = Buckets.of(limits, options)
         self.limits, self.catalog = limits, bundle.catalog
         weights = pack_weights(bundle.load_model(self.device, torch.bfloat16, cache_weight=False))
         dispatch = None
         if options.tune:
-            dispatch = dispatch_for(weights, Buckets.of(limits, options), self.device, dispatch_file)
+            dispatch = dispatch_for(weights, buckets, self.device, dispatch_file)
         self.decoder = HopperDecoder(weights, bundle.catalog.trie, limits, self.device, options, dispatch)
 
     def warmup(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from loka_serve.errors import EngineError
 
@@ -57,6 +58,17 @@ class HopperOptions:
             raise EngineError(f"memory_share {self.memory_share!r}: expected a number above 0, at most 1")
         if not _is_number(self.catalog_headroom) or not 1.0 <= self.catalog_headroom < math.inf:
             raise EngineError(f"catalog_headroom {self.catalog_headroom!r}: expected a finite number from 1")
+
+    def to_json(self) -> str:
+        """For the command line of another process; `from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` wrote. Raises EngineError for a value that is not as described."""
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
+        )
 
 
 def _is_number(value: Any) -> bool:

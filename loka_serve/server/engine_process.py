@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     for limit in ("--cpu-threads", "--max-batch", "--max-beam-width", "--max-context"):
         parser.add_argument(limit, type=int, required=True)
+    parser.add_argument("--hopper-options", required=True)
     add_connection_arguments(parser)
     arguments = parser.parse_args()
 
@@ -44,6 +45,7 @@ def main() -> None:
         from loka_serve.cores import default_threads
         from loka_serve.engines import load_engine
         from loka_serve.engines.base import EngineLimits
+        from loka_serve.engines.hopper.options import HopperOptions
 
         bundle = Bundle.load(arguments.bundle)
         device = arguments.device
@@ -53,7 +55,8 @@ def main() -> None:
         limits = EngineLimits(
             arguments.max_batch, arguments.max_beam_width, arguments.max_context, bundle.config.levels
         )
-        return load_engine(bundle, arguments.engine, device, limits), bundle.catalog, device
+        options = HopperOptions.from_json(arguments.hopper_options)
+        return load_engine(bundle, arguments.engine, device, limits, options), bundle.catalog, device
 
     serve(arguments, load)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loka_serve.bundle import Bundle
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.config import ServerConfig
+from loka_serve.config import LEAST_BEAM_LIMIT, ServerConfig
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher, BatchSettings
 from loka_serve.server.catalogs import CatalogStore
 from loka_serve.server.engine_client import EngineClient
@@ -17,8 +17,6 @@ from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import UNAVAILABLE, ProblemError
 from loka_serve.server.resolution import ServedModel
 from loka_serve.server.summary import Window
-
-LEAST_BEAM_LIMIT = 128  # a model with few beams by default still answers a request for many items
 
 
 @dataclass
@@ -74,6 +72,7 @@ def engine_command(config: ServerConfig, bundle: Bundle, model: ServedModel) -> 
         *("--max-batch", str(model.max_batch)),
         *("--max-beam-width", str(model.max_beam_width)),
         *("--max-context", str(model.max_context)),
+        *("--hopper-options", config.hopper_options.to_json()),
     ]
 
 
