@@ -13,6 +13,9 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.catalog.filters import CatalogFilter
 from loka_serve.errors import EngineError
 
+DISPATCH_SOURCES = ("measured", "loaded", "defaults")
+DISPATCH_REASONS = ("", "off", "no_file", "unreadable", "other_environment", "incomplete")
+
 
 @dataclass(frozen=True)
 class EngineLimits:
@@ -85,8 +88,34 @@ class Engine(Protocol):
         ...
 
     def swap_catalog(self, catalog: Catalog) -> None:
-        """Serve another catalog from the next batch on. Raises EngineError when the codebooks do not fit the model."""
+        """Serve another catalog from the next batch on; called while no batch is on its way.
+
+        Whatever it raises, the catalog before is live as if nothing had been asked for.
+
+        Raises:
+            EngineError: the codebooks do not fit the model, or the catalog not the device's memory.
+        """
         ...
+
+
+@dataclass(frozen=True)
+class DispatchInfo:
+    """Where an engine has its dispatch table from.
+
+    Attributes:
+        source: one of `DISPATCH_SOURCES`.
+        reason: one of `DISPATCH_REASONS`: why the table is not a loaded one; empty if it is.
+    """
+
+    source: str
+    reason: str = ""
+
+
+@runtime_checkable
+class DispatchedEngine(Engine, Protocol):
+    """An engine that chooses implementations by a dispatch table."""
+
+    dispatch_info: DispatchInfo
 
 
 class Ticket(Protocol):
@@ -100,8 +129,11 @@ class Ticket(Protocol):
 class AsynchronousEngine(Engine, Protocol):
     """An engine that computes on its own while the caller prepares the next batch: `recommend` in two halves.
 
+    Batches are collected in the order of submission, failed ones too. `recommend`, which is both halves at once, is
+    therefore called only when every batch before it has been collected.
+
     Attributes:
-        in_flight: batches that may be submitted and not yet collected. They are collected in the order of submission.
+        in_flight: batches that may be submitted and not yet collected.
     """
 
     in_flight: int
@@ -115,7 +147,7 @@ class AsynchronousEngine(Engine, Protocol):
         ...
 
     def collect(self, ticket: Any) -> BeamResult:
-        """Wait for a batch's result."""
+        """Wait for the result of the oldest batch. Whatever it raises, the batch is no longer on its way."""
         ...
 
 

@@ -34,8 +34,8 @@ class ReferenceEngine:
         sizes, expected = catalog.trie.codebook_sizes, self.model.config.codebook_sizes
         if len(sizes) != len(expected) or any(size > limit for size, limit in zip(sizes, expected, strict=True)):
             raise EngineError(f"catalog codebooks {sizes}: expected at most the model's {expected}")
-        self.catalog = catalog
-        self.trie = TrieTensors.from_trie(catalog.trie, self.device)
+        # In one step, so that a failure leaves the catalog before as it was.
+        self.catalog, self.trie = catalog, TrieTensors.from_trie(catalog.trie, self.device)
 
     def warmup(self) -> None:
         config = self.model.config

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loka_serve.server.messages import EXCEPTION, INVALID, NAN, Batch, BatchResult, WireRequest, WireResult
+from loka_serve.server.messages import CATALOG, EXCEPTION, INVALID, NAN, Batch, BatchResult, WireRequest, WireResult
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import CANCELLED, DEADLINE, FAILED, QUEUE_FULL, UNAVAILABLE, ProblemError
 from loka_serve.server.summary import Window
@@ -83,6 +83,7 @@ class Batcher:
     _flights: dict[int, _Flight] = field(default_factory=dict)
     _reserved: int = 0
     _up: bool = False
+    _swapping: bool = False
     _next_batch_id: int = 0
     _timer: asyncio.TimerHandle | None = None
     _mean_seconds: float = 0.0
@@ -143,8 +144,22 @@ class Batcher:
         return waiting | {flight.catalog_version for flight in self._flights.values()}
 
     def busy_since(self) -> float | None:
-        """Since when (of time.monotonic) the engine computes its present batch; None when it is idle."""
+        """Since when (of time.monotonic) the engine computes its present batch; None when it is idle or swaps."""
+        if self._swapping:
+            return None
         return next((flight.started for flight in self._flights.values()), None)
+
+    def swap_started(self) -> None:
+        """The engine goes over to another catalog: what it has waits, and what comes is better kept together here."""
+        self._swapping = True
+
+    def swap_finished(self) -> None:
+        """The engine computes again; the time of the swap is none of a batch's."""
+        self._swapping = False
+        now = time.monotonic()
+        for flight in self._flights.values():
+            flight.started = now
+        self._pump()
 
     def engine_up(self) -> None:
         """The engine takes batches from now on."""
@@ -154,7 +169,7 @@ class Batcher:
 
     def engine_down(self, reason: str) -> None:
         """The engine takes none: every request in the queue and in flight is answered 503, and so are new ones."""
-        self._up = False
+        self._up = self._swapping = False
         self._down_reason = reason
         tickets = [*self._waiting, *(ticket for flight in self._flights.values() for ticket in flight.tickets)]
         self._flights.clear()
@@ -175,11 +190,16 @@ class Batcher:
         now = time.monotonic()
         for following in self._flights.values():
             following.started = now
-        engine_seconds = message.timings.get("total", now - flight.sent)
-        self._mean_seconds += (SMOOTHING if self._mean_seconds else 1.0) * (engine_seconds - self._mean_seconds)
+        engine_seconds = message.timings.get("total", 0.0)  # 0: the engine did not begin it
+        if engine_seconds:
+            self._mean_seconds += (SMOOTHING if self._mean_seconds else 1.0) * (engine_seconds - self._mean_seconds)
         self.metrics.batch_finished(message.timings)
         for ticket, result in zip(flight.tickets, message.results, strict=True):
             self.metrics.queue_seconds.observe(flight.started - ticket.arrival)
+            if result.error == CATALOG:
+                detail = f"the engine could not go over to catalog {flight.catalog_version}"
+                self._fail(ticket, ProblemError(UNAVAILABLE, detail, retry_after=RETRY_SECONDS))
+                continue
             if result.error is not None:
                 self.metrics.invalid_answers.labels(result.error).inc()
                 self._fail(ticket, ProblemError(FAILED, FAILURES[result.error]))
@@ -215,7 +235,7 @@ class Batcher:
         """Send every batch that is due, and come back when the next one is."""
         due: float | None = None
         now = time.monotonic()
-        while self._up and self._waiting and len(self._flights) < MAX_IN_FLIGHT:
+        while self._up and not self._swapping and self._waiting and len(self._flights) < MAX_IN_FLIGHT:
             due = self._due()
             if len(self._waiting) < self.settings.max_batch and now + TIMER_SECONDS < due:
                 break

@@ -1,7 +1,8 @@
 """The live catalog and the one before it: replaced between two batches, never within one.
 
 A request is resolved against the catalog that is live when it is decoded and keeps it to the end: its batch names the
-version, and the engine process swaps when a batch names another one than the batch before.
+version, and the engine process swaps when a batch names another one than the batch before. Before a catalog goes live
+the engine has swapped to it once, between two batches: one that it cannot take is refused while the live one serves on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.errors import CatalogError
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher
 from loka_serve.server.catalog_compiler import REFUSED_STATUS
-from loka_serve.server.engine_client import EngineClient
+from loka_serve.server.engine_client import EngineClient, EngineRefusal
 from loka_serve.server.engine_connection import EngineFailure
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import CONFLICT, INTERNAL, INVALID, UNAVAILABLE, ProblemError, invalid
@@ -61,7 +62,7 @@ class CatalogStore:
         self._retirements: set[asyncio.Task[None]] = set()
         self._directory: Path | None = None
         metrics.set_catalog(catalog.version, catalog.item_count)
-        for outcome in ("ok", INVALID.outcome):
+        for outcome in ("ok", INVALID.outcome, CONFLICT.outcome):
             metrics.catalog_swaps.labels(outcome)
 
     def new_file(self) -> Path:
@@ -81,7 +82,8 @@ class CatalogStore:
         """Make an uploaded JSONL or Parquet file the live catalog; the live one serves on until then.
 
         Raises:
-            ProblemError: 422 with the line and field that is wrong, 409 during another update, 503 without an engine.
+            ProblemError: 422 with the line and field that is wrong, 409 during another update or with the reason why
+                the engine does not take it, 503 without an engine.
         """
         async with self._one_at_a_time():
             target = upload.with_suffix(".safetensors")
@@ -90,7 +92,10 @@ class CatalogStore:
             if catalog.version == self.live.version:
                 target.unlink()
                 return
-            if self.previous is None or catalog.version != self.previous.version:
+            if self.previous is not None and catalog.version == self.previous.version:
+                target.unlink()
+                await self._swap_engine(catalog.version)
+            else:
                 await self._hand_to_engine(catalog, target)
             self._go_live(catalog)
 
@@ -98,12 +103,15 @@ class CatalogStore:
         """Make the catalog before the live one live again.
 
         Raises:
-            ProblemError: 409 if there is none, or during another update.
+            ProblemError: 409 if there is none, during another update, or with the reason why the engine does not take
+                it, 503 without an engine.
         """
         async with self._one_at_a_time():
             if self.previous is None:
                 raise ProblemError(CONFLICT, "there is no catalog to roll back to")
-            self._go_live(self.previous)
+            previous = self.previous
+            await self._swap_engine(previous.version)
+            self._go_live(previous)
 
     @contextlib.asynccontextmanager
     async def _one_at_a_time(self) -> AsyncIterator[None]:
@@ -154,23 +162,46 @@ class CatalogStore:
     async def _hand_to_engine(self, catalog: Catalog, target: Path) -> None:
         self._incoming = catalog
         try:
-            await self._engine.load_catalog(catalog.version, str(target))
-        except EngineFailure as failure:
-            logger.error("the engine did not take catalog %s: %s", catalog.version, failure)
-            detail = "the engine did not take the catalog; the live one is unchanged"
-            raise ProblemError(UNAVAILABLE, detail, retry_after=RETRY_SECONDS) from None
-        finally:
+            try:
+                await self._engine.load_catalog(catalog.version, str(target))
+            except EngineFailure as failure:
+                raise self._not_taken(catalog.version, failure) from None
+            await self._swap_engine(catalog.version)
+        except BaseException:  # or the client went away
             self._incoming = None
+            if self._engine.extra_catalogs.get(catalog.version) != str(target):
+                target.unlink(missing_ok=True)
+            self._start_retirement(catalog.version)
+            raise
+        self._incoming = None
+
+    async def _swap_engine(self, version: str) -> None:
+        try:
+            await self._engine.swap_catalog(version)
+        except EngineRefusal as refusal:
+            detail = f"the engine does not take the catalog: {refusal}; the live one is unchanged"
+            raise ProblemError(CONFLICT, detail) from None
+        except EngineFailure as failure:
+            raise self._not_taken(version, failure) from None
+
+    def _not_taken(self, version: str, failure: EngineFailure) -> ProblemError:
+        logger.error("the engine did not take catalog %s: %s", version, failure)
+        detail = "the engine did not take the catalog; the live one is unchanged"
+        return ProblemError(UNAVAILABLE, detail, retry_after=RETRY_SECONDS)
 
     def _go_live(self, catalog: Catalog) -> None:
         retired = self.previous
         self.live, self.previous = catalog, self.live
+        self._engine.live_catalog = catalog.version
         self._metrics.set_catalog(catalog.version, catalog.item_count)
         logger.info("catalog %s is live: %d items", catalog.version, catalog.item_count)
         if retired is not None and retired.version != catalog.version:
-            task = asyncio.create_task(self._retire(retired.version))
-            self._retirements.add(task)
-            task.add_done_callback(self._retirements.discard)
+            self._start_retirement(retired.version)
+
+    def _start_retirement(self, version: str) -> None:
+        task = asyncio.create_task(self._retire(version))
+        self._retirements.add(task)
+        task.add_done_callback(self._retirements.discard)
 
     async def _retire(self, version: str) -> None:
         """Forget a catalog once no request uses it; the bundle's own stays, as a new engine process starts with it."""

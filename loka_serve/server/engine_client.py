@@ -22,6 +22,8 @@ from loka_serve.server.messages import (
     CatalogLoaded,
     Ready,
     StartFailed,
+    SwapFinished,
+    SwapStarted,
 )
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import UNAVAILABLE, ProblemError
@@ -34,23 +36,31 @@ PROVEN_SECONDS = 60.0  # an engine that ran this long, or answered a batch, was 
 STOP_SECONDS = 2.0
 
 
+class EngineRefusal(Exception):
+    """The engine goes on as before and does not do what it was asked for; the text says why."""
+
+
 @dataclass
 class EngineClient:
     """Keeps one engine process running.
 
     Attributes:
         extra_catalogs: version -> file of catalogs beside the bundle's; a new process loads them before it is ready.
+        live_catalog: the version that a new process swaps to before it is ready; None: the bundle's.
         on_give_up: called with a reason (and whether it was permanent) when no engine can be had.
     """
 
     settings: EngineSettings
     metrics: ServerMetrics
     extra_catalogs: dict[str, str] = field(default_factory=dict)
+    live_catalog: str | None = None
     batcher: Batcher = field(init=False)
     on_give_up: Callable[[str, bool], None] = field(init=False)
     ready: Ready | None = None
     _connection: Connection | None = None
     _loading: dict[str, asyncio.Future[CatalogLoaded]] = field(default_factory=dict)
+    _swaps: dict[str, asyncio.Future[SwapFinished]] = field(default_factory=dict)
+    _swap_since: float | None = None  # when a swap that is not finished was asked for, or began
     _missing: set[str] = field(default_factory=set)  # catalogs that a new process has yet to load
     _up_since: float | None = None
     _proved_itself: bool = False
@@ -86,6 +96,25 @@ class EngineClient:
             raise EngineFailure(loaded.error)
         self.extra_catalogs[version] = path
 
+    async def swap_catalog(self, version: str) -> None:
+        """Have the engine go over to a version that it has loaded, so that batches may name it without risk.
+
+        Raises:
+            EngineRefusal: it cannot, and goes on with the one before.
+            EngineFailure: it is restarting, or ended meanwhile. A swap that does not end, ends the engine process.
+        """
+        if self._connection is None or self._up_since is None:
+            raise EngineFailure("the engine is restarting")
+        future: asyncio.Future[SwapFinished] = asyncio.get_running_loop().create_future()
+        self._swaps[version], self._swap_since = future, time.monotonic()
+        try:
+            self._connection.send(messages.SwapCatalog(version))
+            finished = await future
+        finally:
+            self._swaps.pop(version, None)
+        if finished.error is not None:
+            raise EngineRefusal(finished.error)
+
     def drop_catalog(self, version: str) -> None:
         """Let the engine forget a version that no batch will name again."""
         self.extra_catalogs.pop(version, None)
@@ -108,7 +137,6 @@ class EngineClient:
             failure = await self._run_one_process()
             if self._stopping:
                 return
-            logger.error("engine: %s", failure)
             failures = 1 if self._proved_itself else failures + 1
             if failure.permanent:
                 self.on_give_up(str(failure), True)
@@ -116,6 +144,7 @@ class EngineClient:
             if failures > self.settings.restarts:
                 self.on_give_up(f"the engine failed {failures} times in a row: {failure}", False)
                 return
+            logger.error("engine: %s", failure)
             self.metrics.engine_restarts.inc()
 
     def stop(self) -> None:
@@ -136,7 +165,7 @@ class EngineClient:
             connection = Connection(self.settings)
         except (OSError, zmq.ZMQError) as error:  # a full disk, or a TMPDIR too long for a socket's address
             return EngineFailure(f"no socket in {tempfile.gettempdir()} (TMPDIR): {error.strerror}", permanent=True)
-        self._connection, self._proved_itself, self._up_since = connection, False, None
+        self._connection, self._proved_itself, self._up_since, self._swap_since = connection, False, None, None
         try:
             await connection.start()
             watchers = [self._receive(connection), self._watch_process(connection), self._watch_clock()]
@@ -168,7 +197,7 @@ class EngineClient:
         self._connection, self.ready = None, None
         if self._up_since is not None:
             self._proved_itself |= time.monotonic() - self._up_since > PROVEN_SECONDS
-        for future in self._loading.values():
+        for future in [*self._loading.values(), *self._swaps.values()]:
             if not future.done():
                 future.set_exception(EngineFailure("the engine is restarting"))
         self.batcher.engine_down("the engine is restarting")
@@ -183,22 +212,50 @@ class EngineClient:
                     raise EngineFailure(str(error)) from None
                 self._proved_itself = True
             elif isinstance(message, CatalogLoaded):
-                self._catalog_loaded(message)
+                self._catalog_loaded(message, connection)
+            elif isinstance(message, SwapStarted):
+                self._swap_since = time.monotonic()
+                self.batcher.swap_started()
+            elif isinstance(message, SwapFinished):
+                self._swap_finished(message)
             elif isinstance(message, Ready):
-                self.ready = message
-                logger.info(
-                    "engine %s on %s is ready: loaded in %.1f s, warmed up in %.1f s",
-                    message.engine, message.device, message.load_seconds, message.warmup_seconds,
-                )  # fmt: skip
-                self._missing = set(self.extra_catalogs)
-                for version in self._missing:
-                    connection.send(messages.LoadCatalog(version, self.extra_catalogs[version]))
-                if not self._missing:
-                    self._mark_up()
+                self._started(message, connection)
             elif isinstance(message, StartFailed):
                 raise EngineFailure(message.message, permanent=True)
 
-    def _catalog_loaded(self, message: CatalogLoaded) -> None:
+    def _started(self, message: Ready, connection: Connection) -> None:
+        self.ready = message
+        logger.info(
+            "engine %s on %s is ready: loaded in %.1f s, warmed up in %.1f s",
+            message.engine, message.device, message.load_seconds, message.warmup_seconds,
+        )  # fmt: skip
+        self.metrics.set_dispatch(message.dispatch_source, message.dispatch_reason)
+        self._missing = set(self.extra_catalogs)
+        for version in self._missing:
+            connection.send(messages.LoadCatalog(version, self.extra_catalogs[version]))
+        if not self._missing:
+            self._restore_live_catalog(connection)
+
+    def _restore_live_catalog(self, connection: Connection) -> None:
+        """The last step of a start: not the first request is to wait for the swap."""
+        if self.live_catalog is None:
+            self._mark_up()
+        else:
+            connection.send(messages.SwapCatalog(self.live_catalog))
+
+    def _swap_finished(self, message: SwapFinished) -> None:
+        self._swap_since = None
+        self.batcher.swap_finished()
+        if self._up_since is None:
+            if message.error is not None:
+                raise EngineFailure(f"catalog {message.version} cannot be made live again: {message.error}")
+            self._mark_up()
+            return
+        future = self._swaps.get(message.version)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _catalog_loaded(self, message: CatalogLoaded, connection: Connection) -> None:
         future = self._loading.get(message.version)
         if future is not None and not future.done():
             future.set_result(message)
@@ -207,7 +264,7 @@ class EngineClient:
                 raise EngineFailure(f"catalog {message.version} cannot be read again: {message.error}")
             self._missing.remove(message.version)
             if not self._missing:
-                self._mark_up()
+                self._restore_live_catalog(connection)
 
     async def _watch_process(self, connection: Connection) -> None:
         assert connection.process is not None
@@ -220,8 +277,11 @@ class EngineClient:
         started = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            busy_since = self.batcher.busy_since()
-            if self._up_since is None and time.monotonic() - started > self.settings.start_timeout:
-                raise EngineFailure(f"the engine was not ready within {self.settings.start_timeout:g} s")
-            if busy_since is not None and time.monotonic() - busy_since > self.settings.batch_timeout:
+            busy_since, now, limit = self.batcher.busy_since(), time.monotonic(), self.settings.start_timeout
+            if self._up_since is None and now - started > limit:
+                raise EngineFailure(f"the engine was not ready within {limit:g} s")
+            # A catalog that outgrows its room has the engine warm up again, which may take as long as a start.
+            if self._swap_since is not None and now - self._swap_since > limit:
+                raise EngineFailure(f"the engine hangs: no end of a catalog swap within {limit:g} s")
+            if busy_since is not None and now - busy_since > self.settings.batch_timeout:
                 raise EngineFailure(f"the engine hangs: no answer to a batch within {self.settings.batch_timeout:g} s")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.engines.base import Engine
+from loka_serve.engines.base import DispatchedEngine, Engine
 from loka_serve.errors import LokaError
 from loka_serve.server import messages
 from loka_serve.server.engine_worker import EngineWorker
@@ -100,8 +100,17 @@ def _serve(
         return messages.START_FAILED_STATUS
     warm = time.perf_counter()
     limits = engine.limits
+    dispatch = engine.dispatch_info if isinstance(engine, DispatchedEngine) else None
     ready = messages.Ready(
-        engine.name, device, limits.batch, limits.beam, limits.context, loaded - started, warm - loaded
+        engine=engine.name,
+        device=device,
+        max_batch=limits.batch,
+        max_beam_width=limits.beam,
+        max_context=limits.context,
+        load_seconds=loaded - started,
+        warmup_seconds=warm - loaded,
+        dispatch_source=dispatch.source if dispatch else None,
+        dispatch_reason=dispatch.reason if dispatch else None,
     )
     worker = EngineWorker(engine, catalog, work, results, parent)
     results.send(messages.encode(ready))

@@ -15,26 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
 import zmq
-from numpy.typing import NDArray
 
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.catalog.filters import CatalogFilter
-from loka_serve.decoding.expansion import expand
 from loka_serve.engines.base import AsynchronousEngine, BeamResult, Engine, EngineRequest, RequestBatch, Ticket
 from loka_serve.errors import LokaError
 from loka_serve.server import messages
-from loka_serve.server.messages import (
-    EXCEPTION,
-    INVALID,
-    NAN,
-    Batch,
-    BatchResult,
-    CatalogLoaded,
-    WireRequest,
-    WireResult,
-)
+from loka_serve.server.engine_batches import ComputedBatch, PreparedBatch, finish, prepare
+from loka_serve.server.messages import CATALOG, Batch, CatalogLoaded, SwapFinished, SwapStarted
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +30,18 @@ LANDING_POLL_S = 0.0002  # how often a batch on its way is looked after while no
 POLL_MS = 500  # how often the reader looks whether its parent still lives
 
 
-@dataclass
-class PreparedBatch:
-    """A batch whose filters are compiled."""
+# Texts of errors after which no call to the device succeeds; CUDA runtime and driver, and Triton's launcher.
+DEVICE_ERRORS = ("CUDA error", "CUDA_ERROR_", "Triton Error [CUDA]")
+# What those also say where memory alone was short, after which everything else still runs.
+MEMORY_ERRORS = ("out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED")
 
-    message: Batch
-    catalog: Catalog
-    requests: RequestBatch
-    timings: dict[str, float]
+
+@dataclass
+class PreparedSwap:
+    """A swap that was asked for by name."""
+
+    version: str
+    catalog: Catalog | None
 
 
 @dataclass
@@ -59,14 +51,6 @@ class Flight:
     batch: PreparedBatch
     started: float
     result: Ticket | BeamResult | Exception
-
-
-@dataclass
-class ComputedBatch:
-    """A batch with the engine's answer; rows that the engine did not compute are None."""
-
-    prepared: PreparedBatch
-    rows: list[tuple[BeamResult, int] | None]
 
 
 @dataclass
@@ -85,8 +69,10 @@ class EngineWorker:
     work: zmq.Socket[bytes]
     results: zmq.Socket[bytes]
     parent: int
-    _prepared: queue.Queue[PreparedBatch | None] = field(default_factory=lambda: queue.Queue(2))
-    _outgoing: queue.Queue[ComputedBatch | CatalogLoaded | None] = field(default_factory=queue.Queue)
+    _prepared: queue.Queue[PreparedBatch | PreparedSwap | None] = field(default_factory=lambda: queue.Queue(2))
+    _outgoing: queue.Queue[ComputedBatch | CatalogLoaded | SwapStarted | SwapFinished | None] = field(
+        default_factory=queue.Queue
+    )
 
     def __post_init__(self) -> None:
         self._catalogs = {self.catalog.version: self.catalog}
@@ -117,7 +103,9 @@ class EngineWorker:
                 continue
             message = messages.decode_to_engine(self.work.recv())
             if isinstance(message, Batch):
-                self._prepared.put(self._prepare(message))
+                self._prepared.put(prepare(message, self._catalogs[message.catalog_version]))
+            elif isinstance(message, messages.SwapCatalog):
+                self._prepared.put(PreparedSwap(message.version, self._catalogs.get(message.version)))
             elif isinstance(message, messages.LoadCatalog):
                 threading.Thread(target=self._load_catalog, args=(message,), name="load_catalog", daemon=True).start()
             elif isinstance(message, messages.DropCatalog):
@@ -132,18 +120,13 @@ class EngineWorker:
             catalog = Catalog.load(message.path)
             if catalog.version != message.version:
                 raise LokaError(f"catalog version {catalog.version}: expected {message.version}")
-        except LokaError as error:
-            self._outgoing.put(CatalogLoaded(message.version, str(error)))
+            compute_lookups(catalog)
+        except Exception as error:
+            logger.error("catalog %s cannot be loaded: %s", message.version, error, exc_info=traceback_of(error))
+            self._outgoing.put(CatalogLoaded(message.version, describe(error)))
             return
-        compute_lookups(catalog)
         self._catalogs[catalog.version] = catalog
         self._outgoing.put(CatalogLoaded(catalog.version))
-
-    def _prepare(self, message: Batch) -> PreparedBatch:
-        started = time.perf_counter()
-        catalog = self._catalogs[message.catalog_version]
-        requests = RequestBatch(tuple(to_engine_request(request, catalog) for request in message.requests))
-        return PreparedBatch(message, catalog, requests, {"prepare": time.perf_counter() - started})
 
     # engine
 
@@ -152,20 +135,55 @@ class EngineWorker:
         flights: deque[Flight] = deque()
         while True:
             try:
-                batch = self._prepared.get(timeout=LANDING_POLL_S if flights else None)
+                work = self._prepared.get(timeout=LANDING_POLL_S if flights else None)
             except queue.Empty:
                 if self._has_landed(flights[0]):
-                    self._outgoing.put(self._land(flights.popleft()))
+                    self._land(flights)
                 continue
-            swap = batch is not None and batch.catalog.version != self._live_version
-            while flights and (batch is None or swap or len(flights) >= self._depth):
-                self._outgoing.put(self._land(flights.popleft()))
-            if batch is None:
+            stays = isinstance(work, PreparedBatch) and work.catalog.version == self._live_version
+            while flights and (not stays or len(flights) >= self._depth):
+                self._land(flights)
+            if work is None:
                 return
-            if swap:  # between batches, never within one
-                self.engine.swap_catalog(batch.catalog)
-                self._live_version = batch.catalog.version
-            flights.append(self._launch(batch))
+            if isinstance(work, PreparedSwap):
+                self._swap_as_asked(work)
+            elif self._swap(work.catalog):
+                flights.append(self._launch(work))
+            else:
+                self._outgoing.put(ComputedBatch(work, [None] * len(work.requests), CATALOG))
+
+    # the catalog: between batches, never within one
+
+    def _swap_as_asked(self, swap: PreparedSwap) -> None:
+        if swap.catalog is None:
+            error = f"catalog {swap.version}: expected a version that was loaded"
+            self._outgoing.put(SwapFinished(swap.version, error))
+        elif swap.version == self._live_version:
+            self._outgoing.put(SwapFinished(swap.version))
+        else:
+            self._swap(swap.catalog)
+
+    def _swap(self, catalog: Catalog) -> bool:
+        """Go over to a catalog, and say so before and after; False, and the one before is live, if that failed."""
+        if catalog.version == self._live_version:
+            return True
+        self._outgoing.put(SwapStarted(catalog.version))
+        logger.info("swapping to catalog %s", catalog.version)
+        started = time.perf_counter()
+        try:
+            self.engine.swap_catalog(catalog)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            logger.error("catalog %s is refused: %s", catalog.version, error, exc_info=traceback_of(error))
+            self._outgoing.put(SwapFinished(catalog.version, describe(error)))
+            return False
+        logger.info("swapped to catalog %s in %.2f s", catalog.version, time.perf_counter() - started)
+        self._live_version = catalog.version
+        self._outgoing.put(SwapFinished(catalog.version))
+        return True
+
+    # a batch
 
     def _launch(self, batch: PreparedBatch) -> Flight:
         started = time.perf_counter()
@@ -184,25 +202,41 @@ class EngineWorker:
             return True
         return self.engine.is_done(flight.result)
 
-    def _land(self, flight: Flight) -> ComputedBatch:
-        batch, result = flight.batch, flight.result
-        rows: list[tuple[BeamResult, int] | None]
-        try:
-            if isinstance(result, Exception):
+    def _land(self, flights: deque[Flight]) -> None:
+        """Give the oldest batch's answer. If it failed its requests run one by one, after all others are collected."""
+        failed: list[Flight] = []
+        while flights:
+            flight = flights.popleft()
+            result = self._collect(flight)
+            if isinstance(result, BeamResult):
+                flight.batch.timings.update(result.timings)
+                self._answer(flight, [(result, row) for row in range(len(flight.batch.requests))])
+                if not failed:
+                    return
+            else:
+                failed.append(flight)
+        for flight in failed:
+            self._answer(flight, [self._compute_one(request) for request in flight.batch.requests.requests])
+
+    def _collect(self, flight: Flight) -> BeamResult | Exception:
+        """The batch's result, or why there is none; raises what shows that the device is lost."""
+        result = flight.result
+        if not isinstance(result, BeamResult | Exception):
+            assert isinstance(self.engine, AsynchronousEngine)
+            try:
+                return self.engine.collect(result)
+            except Exception as error:
+                result = error
+        if isinstance(result, Exception):
+            if is_device_error(result):
                 raise result
-            if not isinstance(result, BeamResult):
-                assert isinstance(self.engine, AsynchronousEngine)
-                result = self.engine.collect(result)
-        except Exception as error:
-            if is_device_error(error):
-                raise
-            logger.exception("the engine failed on a batch of %d; trying its requests one by one", len(batch.requests))
-            rows = [self._compute_one(request) for request in batch.requests.requests]
-        else:
-            batch.timings.update(result.timings)
-            rows = [(result, row) for row in range(len(batch.requests))]
-        batch.timings["total"] = time.perf_counter() - flight.started
-        return ComputedBatch(batch, rows)
+            requests = len(flight.batch.requests)
+            logger.error("the engine failed on a batch of %d; its requests run alone", requests, exc_info=result)
+        return result
+
+    def _answer(self, flight: Flight, rows: list[tuple[BeamResult, int] | None]) -> None:
+        flight.batch.timings["total"] = time.perf_counter() - flight.started
+        self._outgoing.put(ComputedBatch(flight.batch, rows))
 
     def _compute_one(self, request: EngineRequest) -> tuple[BeamResult, int] | None:
         try:
@@ -226,64 +260,22 @@ def compute_lookups(catalog: Catalog) -> None:
     catalog.filter([0], {name: [] for name in catalog.attributes})
 
 
-def to_engine_request(request: WireRequest, catalog: Catalog) -> EngineRequest:
-    """Unpack the arrays and compile the filter."""
-    exclude = messages.unpack_integers(request.exclude)
-    catalog_filter: CatalogFilter | None = None
-    if len(exclude) or request.predicates:
-        catalog_filter = catalog.filter(exclude, request.predicates)
-    return EngineRequest(
-        history=messages.unpack_integers(request.history).reshape(-1, catalog.levels),
-        features=np.array(request.features, dtype=np.int32),
-        beam_width=request.beam_width,
-        filter=catalog_filter,
-    )
+def describe(error: Exception) -> str:
+    """Why something failed, for the client: our own words, of others only the kind, as their text may hold anything."""
+    return str(error) if isinstance(error, LokaError) else f"unexpected {type(error).__name__}"
 
 
-def finish(computed: ComputedBatch) -> BatchResult:
-    """Leaves to items, for each request of a batch; a row that is not usable fails alone."""
-    batch = computed.prepared
-    started = time.perf_counter()
-    results = [
-        WireResult(error=EXCEPTION)
-        if row is None
-        else to_result(row[0], row[1], request.filter, batch.catalog, wire.num_items)
-        for row, request, wire in zip(computed.rows, batch.requests.requests, batch.message.requests, strict=True)
-    ]
-    return BatchResult(batch.message.batch_id, results, {**batch.timings, "expand": time.perf_counter() - started})
-
-
-def to_result(
-    result: BeamResult, row: int, catalog_filter: CatalogFilter | None, catalog: Catalog, num_items: int
-) -> WireResult:
-    """The ranked items of one row, or why it cannot be used: not a number, or leaves that must not be there."""
-    count = int(result.counts[row])
-    leaves, scores = result.leaves[row, :count], result.scores[row, :count]
-    if result.failed[row] or not np.isfinite(scores).all():
-        return WireResult(error=NAN)
-    if not leaves_are_valid(leaves, catalog_filter, catalog):
-        return WireResult(error=INVALID)
-    allowed = None if catalog_filter is None else catalog_filter.allowed_items
-    items = expand(leaves, scores, catalog, allowed, num_items)
-    return WireResult(
-        items=messages.pack_integers([item.item_index for item in items]),
-        scores=messages.pack_scores([item.score for item in items]),
-        complete=len(items) == num_items,
-    )
-
-
-def leaves_are_valid(leaves: NDArray[np.int32], catalog_filter: CatalogFilter | None, catalog: Catalog) -> bool:
-    """Whether these are distinct leaves of the catalog that the filter allows."""
-    if len(leaves) and not (leaves.min() >= 0 and leaves.max() < catalog.trie.leaf_count):
-        return False
-    if catalog_filter is not None and not catalog_filter.allowed_nodes[-1][leaves].all():
-        return False
-    return len(np.unique(leaves)) == len(leaves)
+def traceback_of(error: Exception) -> Exception | None:
+    """For `exc_info` of a log line: the error, unless it is one of ours, which says all in its text."""
+    return None if isinstance(error, LokaError) else error
 
 
 def is_device_error(error: Exception) -> bool:
     """Whether the device's context is lost: every later call would fail too, only a new process helps."""
-    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    text = str(error)
+    if any(words in text for words in MEMORY_ERRORS):
+        return False
+    return type(error).__name__ == "AcceleratorError" or any(words in text for words in DEVICE_ERRORS)
 
 
 def _end_process_on_error(stage: Callable[[], None]) -> None:

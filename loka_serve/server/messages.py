@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 START_FAILED_STATUS = 2  # exit status of an engine process that said StartFailed
 NAN, INVALID, EXCEPTION = "nan", "invalid", "exception"  # why a request alone failed
+CATALOG = "catalog"  # why all requests of a batch failed: the engine could not go over to their catalog
 CODE_TYPE = np.dtype("<i4")
 SCORE_TYPE = np.dtype("<f4")
 
@@ -55,6 +56,12 @@ class DropCatalog(msgspec.Struct, frozen=True, tag="drop_catalog"):
     version: str
 
 
+class SwapCatalog(msgspec.Struct, frozen=True, tag="swap_catalog"):
+    """API -> engine: make this loaded version the live one, once the batches before this message are done."""
+
+    version: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """API -> engine: finish what was sent, then end."""
 
@@ -67,7 +74,7 @@ class WireResult(msgspec.Struct, frozen=True, gc=False):
         scores: float32 log-probabilities [n].
         complete: false if fewer items exist under the filter than were asked for.
         error: why this request alone failed: scores that are no numbers (NAN), leaves that must not be there (INVALID)
-            or an EXCEPTION; None if it did not.
+            or an EXCEPTION, or with its batch, for its CATALOG; None if it did not.
     """
 
     items: bytes = b""
@@ -91,8 +98,25 @@ class CatalogLoaded(msgspec.Struct, frozen=True, tag="catalog_loaded"):
     error: str | None = None
 
 
+class SwapStarted(msgspec.Struct, frozen=True, tag="swap_started"):
+    """Engine -> API: going over to another version, asked for by name or by a batch; nothing is computed meanwhile."""
+
+    version: str
+
+
+class SwapFinished(msgspec.Struct, frozen=True, tag="swap_finished"):
+    """Engine -> API: the version is live, or the one before still is because of `error`."""
+
+    version: str
+    error: str | None = None
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Engine -> API: loaded and warmed up."""
+    """Engine -> API: loaded and warmed up.
+
+    Attributes:
+        dispatch_source, dispatch_reason: of `DispatchInfo`; None from an engine without a dispatch table.
+    """
 
     engine: str
     device: str
@@ -101,6 +125,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     max_context: int
     load_seconds: float
     warmup_seconds: float
+    dispatch_source: str | None = None
+    dispatch_reason: str | None = None
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
@@ -109,8 +135,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     message: str
 
 
-ToEngine = Batch | LoadCatalog | DropCatalog | Stop
-FromEngine = BatchResult | CatalogLoaded | Ready | StartFailed
+ToEngine = Batch | LoadCatalog | DropCatalog | SwapCatalog | Stop
+FromEngine = BatchResult | CatalogLoaded | SwapStarted | SwapFinished | Ready | StartFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

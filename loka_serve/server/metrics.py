@@ -82,6 +82,12 @@ class ServerMetrics:
         self.catalog_swaps = Counter(
             "loka_catalog_swaps", "Catalog updates by outcome.", ["outcome"], registry=registry
         )
+        self.dispatch_info = Gauge(
+            "loka_dispatch_info",
+            "1 for where the engine's dispatch table is from, and why it is not a loaded one.",
+            ["source", "reason_class"],
+            registry=registry,
+        )
         build = Gauge("loka_build_info", "1 for the running version.", ["version"], registry=registry)
         build.labels(__version__).set(1)
         for reason in (NAN, INVALID, EXCEPTION):
@@ -110,6 +116,12 @@ class ServerMetrics:
         self.catalog_info.clear()
         self.catalog_info.labels(version).set(1)
         self.catalog_items.set(items)
+
+    def set_dispatch(self, source: str | None, reason: str | None) -> None:
+        """Say where the engine's dispatch table is from; no series for an engine without one."""
+        self.dispatch_info.clear()
+        if source is not None:
+            self.dispatch_info.labels(source, reason or "none").set(1)
 
     def exposition(self) -> bytes:
         """The page for Prometheus, in its text format."""

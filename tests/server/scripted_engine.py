@@ -22,6 +22,9 @@ from loka_serve.server.engine_process import add_connection_arguments, serve
 FIRST_COMMAND = 200
 NAN, INVALID_LEAF, DOUBLE_LEAF, RAISE, DIE, HANG, SLOW = range(200, 207)
 SLOW_SECONDS = 0.5
+# Begin of a catalog's first item -> what happens in the swap to it.
+REFUSED, BROKEN, LOST, SLOWLY, NEVER = "refused", "broken", "lost", "slowly", "never"
+SWAP_SECONDS = 2.5  # longer than the batch timeout of the tests
 
 
 def command(code: int) -> list[list[int]]:
@@ -45,6 +48,7 @@ class ScriptedEngine:
         time.sleep(self.seconds)
 
     def swap_catalog(self, catalog: Catalog) -> None:
+        obey_catalog(catalog)
         self.catalog = catalog
         self.swaps.append(catalog.version)
 
@@ -81,6 +85,21 @@ def obey(code: int) -> None:
         time.sleep(3600)
     if code == SLOW:
         time.sleep(SLOW_SECONDS)
+
+
+def obey_catalog(catalog: Catalog) -> None:
+    """Do what a swap to it does."""
+    order = catalog.item_ids[0].split("-")[0]
+    if order == REFUSED:
+        raise EngineError("catalog: needs 2.0 GiB, but 1.0 GiB are free")
+    if order == BROKEN:
+        raise ValueError("told to raise in /some/file")
+    if order == LOST:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if order == SLOWLY:
+        time.sleep(SWAP_SECONDS)
+    if order == NEVER:
+        time.sleep(3600)
 
 
 def main() -> None:

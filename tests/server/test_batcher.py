@@ -317,3 +317,59 @@ def test_metrics_of_a_batch() -> None:
         assert bench.counter("loka_queue_seconds_count") == 2
 
     run(test)
+
+
+def test_the_time_of_a_swap_is_none_of_a_batch_s_and_what_comes_meanwhile_waits_together() -> None:
+    async def test() -> None:
+        bench = Bench(max_batch=4, max_delay=0.0)
+        first = bench.submit(1)
+        await asyncio.sleep(0.01)
+        assert len(bench.sent) == 1 and bench.batcher.busy_since() is not None
+        bench.batcher.swap_started()
+        assert bench.batcher.busy_since() is None
+        later = [bench.submit(mark) for mark in (2, 3)]
+        short = bench.submit(4, timeout=0.02)
+        await asyncio.sleep(0.05)
+        assert len(bench.sent) == 1
+        assert status_of(short) == 504
+        finished = time.monotonic()
+        bench.batcher.swap_finished()
+        since = bench.batcher.busy_since()
+        assert since is not None and since >= finished
+        await asyncio.sleep(0.05)
+        assert [len(batch.requests) for batch in bench.sent] == [1, 2]
+        for batch in bench.sent:
+            bench.answer(batch)
+        assert [mark_of(ticket) for ticket in (first, *later)] == [1, 2, 3]
+
+    run(test)
+
+
+def test_an_engine_that_ends_in_a_swap_does_not_hold_up_the_next_one() -> None:
+    async def test() -> None:
+        bench = Bench(max_delay=0.0)
+        bench.batcher.swap_started()
+        bench.batcher.engine_down("the engine is restarting")
+        bench.batcher.engine_up()
+        bench.submit(1)
+        await asyncio.sleep(0.01)
+        assert len(bench.sent) == 1
+
+    run(test)
+
+
+def test_a_batch_whose_catalog_the_engine_cannot_take_is_503_and_counts_as_no_wrong_answer() -> None:
+    async def test() -> None:
+        bench = Bench(max_batch=2)
+        tickets = [bench.submit(1), bench.submit(2)]
+        (batch,) = bench.sent
+        bench.batcher.receive(BatchResult(batch.batch_id, [WireResult(error="catalog")] * 2, {}))
+        for ticket in tickets:
+            error = ticket.future.exception()
+            assert isinstance(error, ProblemError)
+            assert (error.kind.status, error.headers()) == (503, {"Retry-After": "1"})
+            assert error.detail == "the engine could not go over to catalog v1"
+        for reason in ("nan", "invalid", "exception"):
+            assert bench.counter("loka_invalid_answers_total", reason=reason) == 0
+
+    run(test)

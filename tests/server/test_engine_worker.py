@@ -14,8 +14,10 @@ import zmq
 
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch
+from loka_serve.errors import EngineError
 from loka_serve.server import messages
-from loka_serve.server.engine_worker import EngineWorker, is_device_error, leaves_are_valid, to_result
+from loka_serve.server.engine_batches import leaves_are_valid, to_result
+from loka_serve.server.engine_worker import EngineWorker, is_device_error
 from loka_serve.server.messages import (
     Batch,
     BatchResult,
@@ -23,16 +25,20 @@ from loka_serve.server.messages import (
     DropCatalog,
     LoadCatalog,
     Stop,
+    SwapCatalog,
+    SwapFinished,
+    SwapStarted,
     WireRequest,
     pack_integers,
     unpack_integers,
     unpack_scores,
 )
-from tests.server.scripted_engine import NAN, RAISE, ScriptedEngine
+from tests.server.scripted_engine import BROKEN, NAN, RAISE, REFUSED, ScriptedEngine
 from tests.server.scripted_server import make_catalog
 
 CATALOG = make_catalog()
 LIMITS = EngineLimits(8, 64, 50, 3)
+UNFIT = 220  # first code of the newest history item that `SlowDevice.submit` refuses
 
 
 class Pipe:
@@ -63,15 +69,23 @@ class Pipe:
         assert isinstance(result, BatchResult)
         return result
 
+    def load(self, catalog: Catalog, path: Path) -> None:
+        catalog.save(path)
+        self.send(LoadCatalog(catalog.version, str(path)))
+        assert self.receive() == CatalogLoaded(catalog.version)
+
+    def stop(self) -> None:
+        self.send(Stop())
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        self.context.destroy(linger=0)
+
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
     pipe = Pipe()
     yield pipe
-    pipe.send(Stop())
-    pipe.thread.join(5)
-    assert not pipe.thread.is_alive()
-    pipe.context.destroy(linger=0)
+    pipe.stop()
 
 
 def request(code: int = 1, num_items: int = 3, **changes: Any) -> WireRequest:
@@ -119,33 +133,74 @@ def test_after_an_exception_the_requests_run_one_by_one(pipe: Pipe) -> None:
 
 def test_catalogs_are_swapped_when_a_batch_names_another(pipe: Pipe, tmp_path: Path) -> None:
     other = make_catalog(30, prefix="new")
-    other.save(tmp_path / "other")
-    pipe.send(LoadCatalog(other.version, str(tmp_path / "other")))
-    assert pipe.receive() == CatalogLoaded(other.version)
+    pipe.load(other, tmp_path / "other")
     assert pipe.engine.swaps == []
-    for version in (CATALOG.version, other.version, other.version, CATALOG.version):
-        result = pipe.ask(request(), version=version)
-        catalog = other if version == other.version else CATALOG
+    live = CATALOG
+    for catalog in (CATALOG, other, other, CATALOG):
+        pipe.send(Batch(7, catalog.version, [request()]))
+        if catalog is not live:  # said before and after
+            assert [pipe.receive(), pipe.receive()] == [SwapStarted(catalog.version), SwapFinished(catalog.version)]
+            live = catalog
+        result = pipe.receive()
         assert catalog.item_ids[unpack_integers(result.results[0].items)[0]] in ("item-0", "new-0")
     assert pipe.engine.swaps == [other.version, CATALOG.version]
     pipe.send(DropCatalog(other.version))
     assert items_of(pipe.ask(request())) == ["item-0", "item-1", "item-2"]
 
 
+def test_a_swap_by_name_is_done_before_any_batch_needs_it(pipe: Pipe, tmp_path: Path) -> None:
+    other = make_catalog(30, prefix="new")
+    pipe.load(other, tmp_path / "other")
+    pipe.send(SwapCatalog(other.version))
+    assert [pipe.receive(), pipe.receive()] == [SwapStarted(other.version), SwapFinished(other.version)]
+    assert other.item_ids[unpack_integers(pipe.ask(request(), version=other.version).results[0].items)[0]] == "new-0"
+    pipe.send(SwapCatalog(other.version))
+    assert pipe.receive() == SwapFinished(other.version)  # is live already: nothing happens
+    assert pipe.engine.swaps == [other.version]
+    pipe.send(SwapCatalog("unknown"))
+    assert pipe.receive() == SwapFinished("unknown", "catalog unknown: expected a version that was loaded")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "reason"),
+    [(REFUSED, "catalog: needs 2.0 GiB, but 1.0 GiB are free"), (BROKEN, "unexpected ValueError")],
+)
+def test_a_swap_that_raises_is_refused_and_the_engine_goes_on(
+    pipe: Pipe, tmp_path: Path, prefix: str, reason: str
+) -> None:
+    bad = make_catalog(30, prefix=prefix)
+    pipe.load(bad, tmp_path / "bad")
+    pipe.send(SwapCatalog(bad.version))
+    assert [pipe.receive(), pipe.receive()] == [SwapStarted(bad.version), SwapFinished(bad.version, reason)]
+    assert items_of(pipe.ask(request())) == ["item-0", "item-1", "item-2"]
+    # A batch that names it all the same fails as a whole, and alone.
+    pipe.send(Batch(8, bad.version, [request(), request()]))
+    assert [pipe.receive(), pipe.receive()] == [SwapStarted(bad.version), SwapFinished(bad.version, reason)]
+    result = pipe.receive()
+    assert (result.batch_id, [row.error for row in result.results]) == (8, ["catalog", "catalog"])
+    assert items_of(pipe.ask(request())) == ["item-0", "item-1", "item-2"]
+    assert pipe.engine.swaps == []
+
+
 class SlowDevice(ScriptedEngine):
-    """Takes two batches; none is done before a test lets it be, and they are collected in order."""
+    """Takes two batches; none is done before a test lets it be, and they must be collected in order."""
 
     in_flight = 2
 
     def __init__(self) -> None:
         super().__init__(CATALOG, LIMITS)
         self.log: list[str] = []
+        self.on_their_way: list[RequestBatch] = []
         self.may_finish = threading.Event()
         self.second_submitted = threading.Event()
+        self.collecting = threading.Event()
 
     def submit(self, batch: RequestBatch) -> RequestBatch:
         self.log.append(f"submit {len(batch)}")
-        if len(self.log) == 2:
+        if batch.requests[-1].history[-1, 0] == UNFIT:
+            raise EngineError("told to take it not")
+        self.on_their_way.append(batch)
+        if len(self.on_their_way) == 2:
             self.second_submitted.set()
         return batch
 
@@ -153,9 +208,15 @@ class SlowDevice(ScriptedEngine):
         return self.may_finish.is_set()
 
     def collect(self, ticket: RequestBatch) -> BeamResult:
+        self.collecting.set()
         assert self.may_finish.wait(5)
+        assert ticket is self.on_their_way.pop(0), "collected out of order"
         self.log.append(f"collect {len(ticket)}")
         return super().recommend(ticket)
+
+    def recommend(self, batch: RequestBatch) -> BeamResult:
+        assert not self.on_their_way, "a batch is on its way"
+        return self.collect(self.submit(batch))
 
     def swap_catalog(self, catalog: Catalog) -> None:
         self.log.append("swap")
@@ -166,24 +227,45 @@ def test_the_next_batch_is_submitted_while_one_computes(tmp_path: Path) -> None:
     engine = SlowDevice()
     pipe = Pipe(engine)
     other = make_catalog(30, prefix="new")
-    other.save(tmp_path / "other")
-    pipe.send(LoadCatalog(other.version, str(tmp_path / "other")))
-    assert pipe.receive() == CatalogLoaded(other.version)
+    pipe.load(other, tmp_path / "other")
     for size, version in ((1, CATALOG.version), (2, CATALOG.version), (3, CATALOG.version), (4, other.version)):
-        pipe.send(Batch(size, version, [request()] * (size - 1) + [request(RAISE if size == 2 else 1)]))
+        pipe.send(Batch(size, version, [request()] * size))
     assert engine.second_submitted.wait(5)
     assert engine.log == ["submit 1", "submit 2"]
     engine.may_finish.set()
-    results = [pipe.receive() for _ in range(4)]
-    assert [result.batch_id for result in results] == [1, 2, 3, 4]
-    assert [row.error for row in results[1].results] == [None, "exception"]
+    answers = [pipe.receive() for _ in range(6)]
+    assert [answer.batch_id for answer in answers if isinstance(answer, BatchResult)] == [1, 2, 3, 4]
+    assert answers[3:5] == [SwapStarted(other.version), SwapFinished(other.version)]
     collected = [entry for entry in engine.log if entry.startswith("collect")]
     assert collected == ["collect 1", "collect 2", "collect 3", "collect 4"]
     assert engine.log.index("swap") == engine.log.index("submit 4") - 1 > engine.log.index("collect 3")
-    pipe.send(Stop())
-    pipe.thread.join(5)
-    assert not pipe.thread.is_alive()
-    pipe.context.destroy(linger=0)
+    pipe.stop()
+
+
+@pytest.mark.parametrize(
+    ("fault", "collected", "alone"),
+    [
+        (RAISE, ["collect 2", "collect 4"], ["submit 1", "collect 1", "submit 1", "collect 1"]),
+        (UNFIT, ["collect 4"], ["submit 1", "collect 1", "submit 1"]),  # what was not taken is never collected
+    ],
+)
+def test_a_failed_batch_is_tried_again_once_the_others_are_collected(
+    fault: int, collected: list[str], alone: list[str]
+) -> None:
+    engine = SlowDevice()
+    pipe = Pipe(engine)
+    for codes in ([1, 1, 1], [1, fault], [1, 1, 1, 1]):
+        pipe.send(Batch(len(codes), CATALOG.version, [request(code) for code in codes]))
+    assert engine.collecting.wait(5)  # the first, to make room for the third
+    engine.may_finish.set()
+    results = [pipe.receive() for _ in range(3)]
+    assert [(result.batch_id, [row.error for row in result.results]) for result in results] == [
+        (3, [None] * 3),
+        (4, [None] * 4),
+        (2, [None, "exception"]),
+    ]
+    assert engine.log == ["submit 3", "submit 2", "collect 3", "submit 4", *collected, *alone]
+    pipe.stop()
 
 
 def test_a_catalog_that_cannot_be_read_is_reported(pipe: Pipe, tmp_path: Path) -> None:
@@ -218,6 +300,23 @@ def test_device_errors_are_told_from_others() -> None:
     class AcceleratorError(RuntimeError):
         """As torch names it."""
 
-    assert is_device_error(AcceleratorError("x"))
-    assert is_device_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert not is_device_error(RuntimeError("shape mismatch"))
+    class OutOfMemoryError(RuntimeError):
+        """As torch names it."""
+
+    lost: list[Exception] = [
+        AcceleratorError("x"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+        ValueError("CUDA driver error (launch.hpp:12): 719 (CUDA_ERROR_LAUNCH_FAILED, unspecified launch failure)"),
+    ]
+    whole: list[Exception] = [
+        RuntimeError("shape mismatch"),
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA_ERROR_OUT_OF_MEMORY"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ]
+    assert [is_device_error(error) for error in lost] == [True] * len(lost)
+    assert [is_device_error(error) for error in whole] == [False] * len(whole)

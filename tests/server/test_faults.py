@@ -184,7 +184,8 @@ def test_too_many_failed_starts_end_the_server_with_status_1(catalog_file: Path,
     engine = ["--fail-file", str(obstacle)]
     with running(scripted_command(catalog_file, "--engine-restarts", "1", engine=engine), ready=False) as server:
         assert server.process.wait(20) == 1
-        assert "failed 2 times in a row" in server.log
+        assert "giving up: the engine failed 2 times in a row: the engine process ended with status 1" in server.log
+        assert server.log.count("the engine process ended with status 1") == 2  # once for each start
 
 
 def test_what_no_restart_would_mend_ends_the_server_with_status_2(catalog_file: Path) -> None:
@@ -192,6 +193,7 @@ def test_what_no_restart_would_mend_ends_the_server_with_status_2(catalog_file: 
     with running(scripted_command(catalog_file, engine=engine), ready=False) as server:
         assert server.process.wait(20) == 2
         assert "giving up: weights.safetensors: the checksum differs" in server.log
+        assert server.log.count("the checksum differs") == 1
         assert "Traceback" not in server.log
 
 

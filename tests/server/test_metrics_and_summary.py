@@ -57,5 +57,15 @@ def test_only_the_live_catalog_has_a_series() -> None:
     assert "loka_catalog_items 20.0" in text
 
 
+def test_where_the_dispatch_table_is_from() -> None:
+    metrics = ServerMetrics()
+    metrics.set_dispatch("measured", "other_environment")
+    metrics.set_dispatch("loaded", "")
+    series = [line for line in metrics.exposition().decode().splitlines() if line.startswith("loka_dispatch_info")]
+    assert series == ['loka_dispatch_info{reason_class="none",source="loaded"} 1.0']
+    metrics.set_dispatch(None, None)
+    assert "loka_dispatch_info{" not in metrics.exposition().decode()
+
+
 def test_no_created_series() -> None:
     assert "_created" not in ServerMetrics().exposition().decode()
