@@ -141,6 +141,32 @@ def write_manifest(
     (directory / MANIFEST_FILE).write_bytes(_manifest_bytes(manifest))
 
 
+def add_files(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Add files to a finished bundle, or replace them, and list them in its manifest; the others stay as they are.
+
+    Raises:
+        BundleError: not a bundle, or one whose manifest was changed.
+        OSError: it cannot be written to.
+    """
+    manifest = _read_manifest(directory)
+    files = dict(manifest["files"])
+    for name, content in contents.items():
+        _replace(directory / name, content)
+        files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"] = dict(sorted(files.items()))
+    _replace(directory / MANIFEST_FILE, _manifest_bytes(manifest))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write one of the bundle's JSON files. NaN and infinity, which JSON lacks, must have become null before."""
     path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")

@@ -24,6 +24,8 @@ from loka_serve.settings import (
     setting,
 )
 
+DEFAULT_DELAY_MS = 2.0
+"""How long a request waits for company where neither a setting nor `python -m loka_serve.tune` says."""
 LEAST_BEAM_LIMIT = 128
 """What a server takes at least unless told: a model with few beams by default still answers for many items."""
 HOPPER = "the hopper engine (others ignore these)"
@@ -57,10 +59,22 @@ class ServerConfig:
     port: int = setting(Integer(0, 65535), "port to listen on; 0 takes a free one", "listening", 8000)
 
     max_batch: int = setting(
-        Integer(0, 4096), "most requests that are computed together; 0 takes the bundle's limit", "batching", 0
+        Integer(0, 4096),
+        "most requests that are computed together; 0 takes what python -m loka_serve.tune chose, or the bundle's limit",
+        "batching",
+        0,
     )
-    max_delay_ms: float = setting(
-        Number(0, 10_000), "longest time that a request waits for others to share its batch", "batching", 2.0
+    max_delay_ms: float | None = setting(
+        Number(0, 10_000),
+        "longest time that a request waits for others to share its batch (default: what tune chose, or 2)",
+        "batching",
+        None,
+    )
+    beam_width: int = setting(
+        Integer(0, 65536),
+        "beams of a request that names none; 0 takes what tune chose, or the model's",
+        "batching",
+        0,
     )
 
     hopper_context_precision: str = setting(

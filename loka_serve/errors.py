@@ -27,6 +27,10 @@ class EngineError(LokaError):
     """A request or configuration beyond what an engine can run; the message names the limit."""
 
 
+class TuningError(LokaError):
+    """No setting meets the bounds; the message says what came closest."""
+
+
 class RequestError(LokaError):
     """A request field that is malformed or out of range.
 

@@ -11,7 +11,7 @@ from loka_serve.config import ServerConfig
 from loka_serve.errors import LokaError
 from loka_serve.server.lifecycle import listen, run
 from loka_serve.server.log import configure_logging
-from loka_serve.server.state import build_state, engine_command, served_model
+from loka_serve.server.state import build_state, engine_command, served_model, with_tuned
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listener = listen(config)
         # The engine process compares the checksums of all files; here only the small ones are read.
         bundle = Bundle.load(config.bundle, verify=False)
+        config = with_tuned(config, bundle)
     except LokaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -267,6 +267,8 @@ def _help_of(field: dataclasses.Field[Any]) -> str:
         return f"{text} (required)"
     if isinstance(field.default, bool):
         return f"{text} (default: {'on' if field.default else 'off'})"
+    if field.default is None:
+        return text
     if field.default == ():
         return f"{text} (default: auto)"
     return (

@@ -139,7 +139,7 @@ def _models(state: ServerState) -> schemas.ModelList:
                 device=engine.device if engine else None,
                 levels=model.config.levels,
                 codebook_sizes=list(model.config.codebook_sizes),
-                beam_width=model.config.beam_width,
+                beam_width=model.beam_width,
                 features=[schemas.Feature(feature.name, list(feature.values)) for feature in model.config.features],
                 limits=schemas.ModelLimits(model.max_batch, model.max_beam_width, model.max_context),
             )

@@ -30,6 +30,7 @@ class ServedModel:
         max_batch: requests that are computed together.
         max_beam_width: widest beam of a request.
         max_context: items of a history that are used.
+        beam_width: beams of a request that names none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ServedModel:
     max_batch: int
     max_beam_width: int
     max_context: int
+    beam_width: int
 
     @cached_property
     def feature_indices(self) -> dict[str, dict[str, int]]:
@@ -102,7 +104,7 @@ def _widths(request: RecommendRequest, model: ServedModel) -> tuple[int, int]:
     if num_items > limit:
         raise invalid("num_items", f"expected 1 to {limit}, got {num_items}")
     if request.beam_width is None:
-        return num_items, min(max(model.config.beam_width, num_items), limit)
+        return num_items, min(max(model.beam_width, num_items), limit)
     if request.beam_width > limit:
         raise invalid("beam_width", f"expected 1 to {limit}, got {request.beam_width}")
     if request.beam_width < num_items:

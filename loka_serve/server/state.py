@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loka_serve.bundle import Bundle
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.config import LEAST_BEAM_LIMIT, ServerConfig
+from loka_serve.config import DEFAULT_DELAY_MS, LEAST_BEAM_LIMIT, ServerConfig
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher, BatchSettings
 from loka_serve.server.catalogs import CatalogStore
 from loka_serve.server.engine_client import EngineClient
@@ -17,6 +18,9 @@ from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import UNAVAILABLE, ProblemError
 from loka_serve.server.resolution import ServedModel
 from loka_serve.server.summary import Window
+from loka_serve.serving import read_serving
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,6 +53,29 @@ class ServerState:
             raise ProblemError(UNAVAILABLE, "the server is shutting down", retry_after=RETRY_SECONDS)
 
 
+def with_tuned(config: ServerConfig, bundle: Bundle) -> ServerConfig:
+    """The settings, where they leave it open with what `python -m loka_serve.tune` chose for the same engine.
+
+    Raises:
+        BundleError: the bundle's ``serving.json`` is not as expected.
+    """
+    tuned = read_serving(bundle.path)
+    if tuned is None:
+        return config
+    engine = bundle.engine if config.engine == "auto" else config.engine
+    if tuned.engine != engine:
+        logger.warning(
+            "the bundle was tuned for the %s engine: its settings are left aside for %s", tuned.engine, engine
+        )
+        return config
+    return replace(
+        config,
+        max_batch=config.max_batch or tuned.max_batch,
+        max_delay_ms=tuned.max_delay_ms if config.max_delay_ms is None else config.max_delay_ms,
+        beam_width=config.beam_width or tuned.beam_width,
+    )
+
+
 def served_model(config: ServerConfig, bundle: Bundle) -> ServedModel:
     """The bundle's model under the limits of the settings; 0 and `auto` leave the bundle's own."""
     limits = bundle.limits
@@ -56,8 +83,9 @@ def served_model(config: ServerConfig, bundle: Bundle) -> ServedModel:
         name=bundle.model_name if config.model_name == "auto" else config.model_name,
         config=bundle.config,
         max_batch=config.max_batch or limits.batch,
-        max_beam_width=config.max_beam_width or max(limits.beam, LEAST_BEAM_LIMIT),
+        max_beam_width=config.max_beam_width or max(limits.beam, config.beam_width, LEAST_BEAM_LIMIT),
         max_context=min(config.max_context or limits.context, bundle.config.max_context),
+        beam_width=config.beam_width or bundle.config.beam_width,
     )
 
 
@@ -89,7 +117,8 @@ def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, comm
         ),
         metrics,
     )
-    settings = BatchSettings(model.max_batch, config.max_delay_ms / 1000, config.max_queue)
+    delay_ms = DEFAULT_DELAY_MS if config.max_delay_ms is None else config.max_delay_ms
+    settings = BatchSettings(model.max_batch, delay_ms / 1000, config.max_queue)
     batcher = Batcher(settings, engine.send_batch, metrics, window)
     engine.batcher = batcher
     metrics.queue_depth.set_function(lambda: batcher.queue_depth)

@@ -37,7 +37,7 @@ def make_model(max_batch: int = 8) -> ServedModel:
     """Three levels, at most 64 beams and 50 history items, two features."""
     shape = {"d_model": 8, "layers": 1, "heads": 1, "d_ff": 8}
     config = OneRecV2Config(**shape, codebook_sizes=CODEBOOK_SIZES, max_context=50, beam_width=16, features=FEATURES)
-    return ServedModel("scripted", config, max_batch=max_batch, max_beam_width=64, max_context=50)
+    return ServedModel("scripted", config, max_batch=max_batch, max_beam_width=64, max_context=50, beam_width=16)
 
 
 def main() -> int:
