@@ -66,9 +66,9 @@ class HopperOptions:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """What `to_json` wrote. Raises EngineError for a value that is not as described."""
-        return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
-        )
+        values: dict[str, Any] = json.loads(text)
+        sizes = {name: tuple(values[name]) for name in ("batches", "beams", "contexts")}
+        return cls(**{**values, **sizes})
 
 
 def _is_number(value: Any) -> bool:
