@@ -5,7 +5,6 @@ python -m examples.groceries.baselines --data DIR
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from examples.groceries.command_line import run_command_line
 from examples.groceries.metrics import TOP, basket_metrics, next_item_metrics, ranks_of
 from examples.groceries.prepare import Sequences, load_sequences
+from loka_serve.command_line import CommandParser, run_command_line
 
 BLEND = {"markov": 0.5, "own_repeat": 0.4, "popularity": 0.1}
 BASKET_DECAY = 0.97
@@ -127,7 +126,7 @@ def last_basket_results(data: Path) -> dict[str, Metrics]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder that prepare.py wrote")
     parser.add_argument("--held-out", type=int, default=0, help="0: the last basket (test), 1: the one before")
     arguments = parser.parse_args()

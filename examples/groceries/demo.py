@@ -7,7 +7,6 @@ Exits non-zero if any step fails. With --keep the server stays up until interrup
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import subprocess
@@ -20,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.groceries.command_line import run_command_line
 from examples.groceries.open_basket import OPEN_BASKET, open_basket_features
+from loka_serve.command_line import CommandParser, run_command_line
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"
@@ -222,7 +221,7 @@ def demo(work_dir: Path, port: int, keep: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--work-dir", type=Path, default=Path(".demo"), help="data, bundle and log go here")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--keep", action="store_true", help="leave the server up until interrupted")

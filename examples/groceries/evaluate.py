@@ -8,7 +8,6 @@ FP8 figures are kept if they belong to the same checkpoint. The model computes a
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import json
@@ -25,35 +24,23 @@ from numpy.typing import NDArray
 
 from examples.groceries import baselines
 from examples.groceries.batches import ANY_ORDER, NEXT_BASKET, PRODUCT_NUMBER_ORDER
-from examples.groceries.command_line import not_negative, positive, run_command_line, usable_device
 from examples.groceries.contexts import counts_basket_items
 from examples.groceries.metrics import next_item_metrics
 from examples.groceries.prepare import SEED, Sequences, load_sequences
 from examples.groceries.purchases import GroceriesError
+from examples.groceries.records import check_version, read_earlier
 from examples.groceries.scoring import LegalCodes, Recommendations, measure_baskets, recommend
-from examples.groceries.train import TRAINING_FILE
 from loka_serve.build import run_as_bf16
 from loka_serve.bundle import Bundle
+from loka_serve.command_line import CommandParser, not_negative, output_file, positive, run_command_line, usable_device
 from loka_serve.evaluation import top_k_overlap
-from loka_serve.models.checkpoint import load_checkpoint
+from loka_serve.models.checkpoint import load_checkpoint, load_config
 from loka_serve.models.onerec_v2 import OneRecV2
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 RESULTS = Path(__file__).parent / "results.json"
 OVERLAP_TOP = 50
 MAIN_BASELINES = ("popularity", "markov", "own_repeat", "blend")
-
-
-def check_version(checkpoint: Path, sequences: Sequences) -> dict[str, Any]:
-    """The checkpoint's training.json; raises GroceriesError if it was trained with other semantic IDs."""
-    path = checkpoint / TRAINING_FILE
-    training: dict[str, Any] = json.loads(path.read_text())
-    if training["sequences_version"] != sequences.version:
-        raise GroceriesError(
-            f"{path}: trained on semantic IDs of version {training['sequences_version']}, but the prepared data has"
-            f" {sequences.version}: run prepare.py again without --recompute, or train again"
-        )
-    return training
 
 
 def load_bf16(checkpoint: Path, device: torch.device) -> OneRecV2:
@@ -141,6 +128,14 @@ def compare(fp8: Recommendations, bf16: Recommendations) -> dict[str, float]:
     }
 
 
+def load_bundle(path: Path, checkpoint: Path) -> Bundle:
+    """The bundle; raises GroceriesError if it cannot be one of the checkpoint."""
+    bundle = Bundle.load(path)
+    if bundle.config != load_config(checkpoint):
+        raise GroceriesError(f"{path}: its configuration differs from that of {checkpoint}: build it from there")
+    return bundle
+
+
 def describe_bundle(bundle: Bundle) -> dict[str, Any]:
     """Bytes and recipes of a bundle's sites."""
     recipes = [bundle.plan[site] for site in bundle.plan.recipes]
@@ -203,6 +198,7 @@ def evaluate(
     """Everything that results.json holds; FP8 figures of the same checkpoint are kept from `earlier`."""
     sequences = load_sequences(data)
     training = check_version(checkpoint, sequences)
+    quantized = None if bundle is None else load_bundle(bundle, checkpoint)
     source = Source(data, checkpoint, False, device)
     modes = {"product_number": PRODUCT_NUMBER_ORDER, "random": ANY_ORDER, "basket": NEXT_BASKET}
     beams = {"product_number": beam, "random": narrow_beam or beam, "basket": narrow_beam or beam}
@@ -225,9 +221,9 @@ def evaluate(
     for name in (*MAIN_BASELINES, "own_repeat_decayed"):
         results[name] = {**simple["next_item"][name], "random_order": simple["random_order"][name]}
     results["last_basket"] = {"ours": measure_baskets(ours["basket"], sequences, held_out=0), **simple["basket"]}
-    if bundle is not None:
-        quantized = recommend_all(Source(data, bundle, True, device), PRODUCT_NUMBER_ORDER, beam, workers, fp8_every)
-        results["fp8_vs_bf16"] = compare(quantized, ours["product_number"]) | describe_bundle(Bundle.load(bundle))
+    if bundle is not None and quantized is not None:
+        fp8 = recommend_all(Source(data, bundle, True, device), PRODUCT_NUMBER_ORDER, beam, workers, fp8_every)
+        results["fp8_vs_bf16"] = compare(fp8, ours["product_number"]) | describe_bundle(quantized)
     elif earlier.get("environment", {}).get("checkpoint") == digest and "fp8_vs_bf16" in earlier:
         results["fp8_vs_bf16"] = earlier["fp8_vs_bf16"]
     results["environment"] = {
@@ -241,7 +237,7 @@ def evaluate(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder that prepare.py wrote")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--bundle", type=Path)
@@ -252,9 +248,8 @@ def main() -> None:
         "--narrow-beam", type=not_negative, default=0, help="beam where 10 items are ranked; 0: the same"
     )
     parser.add_argument("--fp8-every", type=positive, default=1, help="compare FP8 on every N-th household")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=output_file, default=RESULTS)
     arguments = parser.parse_args()
-    earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     results = evaluate(
         arguments.data,
         arguments.checkpoint,
@@ -262,10 +257,11 @@ def main() -> None:
         arguments.beam,
         arguments.device,
         arguments.workers,
-        earlier,
+        read_earlier(arguments.out),
         arguments.narrow_beam,
         arguments.fp8_every,
     )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps(results, indent=2))
 

@@ -9,7 +9,6 @@ SVD otherwise and every checkpoint is bound to its IDs; --recompute derives them
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import zipfile
@@ -22,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.groceries import semantic_ids as derivation
-from examples.groceries.command_line import run_command_line
 from examples.groceries.open_basket import OPEN_BASKET, open_basket_features
 from examples.groceries.purchases import (
     GroceriesError,
@@ -33,6 +31,7 @@ from examples.groceries.purchases import (
     read_products,
     read_purchases,
 )
+from loka_serve.command_line import CommandParser, run_command_line
 
 SEED = 2017
 CODEBOOK_SIZES = (256, 256, 256)
@@ -256,7 +255,7 @@ def prepare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--semantic-ids", type=Path, default=SEMANTIC_IDS, help="file to read, or to write")
     parser.add_argument("--recompute", action="store_true", help="derive the semantic IDs afresh (about a minute)")

@@ -2,26 +2,25 @@
 
 python -m examples.groceries.spot_check --data DATA [--households 60] [--bundle BUNDLE] [--device cpu]
 
-Exits 1 where a figure is further from the committed one than the sample's noise explains. With --bundle the bundle is
-measured, which should be as near.
+Exits 1 where a figure is further from the committed one than the sample's noise explains, 2 where something is wrong
+with its input. With --bundle that bundle of the checkpoint is measured, which should be as near.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from examples.groceries.batches import ANY_ORDER, PRODUCT_NUMBER_ORDER
-from examples.groceries.command_line import positive, run_command_line, usable_device
 from examples.groceries.evaluate import CHECKPOINT, RESULTS, Source, checkpoint_digest, load_source, recommend_part
 from examples.groceries.metrics import TOP
+from examples.groceries.prepare import load_sequences
 from examples.groceries.purchases import GroceriesError
+from examples.groceries.records import Committed, check_version
 from examples.groceries.scoring import Recommendations
+from loka_serve.command_line import CommandParser, positive, run_command_line, usable_device
 
 TOLERATED_ERRORS = 4.0  # standard errors
 
@@ -61,28 +60,29 @@ def compare(measure: str, recommended: Recommendations, committed: float) -> Com
     return Comparison(measure, households, len(hits), float(hits.mean()), error, committed)
 
 
-def spot_check(source: Source, results: dict[str, Any], households: int) -> list[Comparison]:
-    """Next item in both orders on about that many households, evenly spread; source: a checkpoint or a bundle.
+def spot_check(source: Source, checkpoint: Path, committed: Committed, households: int) -> list[Comparison]:
+    """Next item in both orders on about that many households, evenly spread; source: the checkpoint, or its bundle.
 
     Raises:
-        GroceriesError: the results are those of another checkpoint.
+        GroceriesError: the results are those of another checkpoint, or the data has other semantic IDs.
     """
-    expected = results["environment"]["checkpoint"]
-    if not source.is_bundle and (digest := checkpoint_digest(source.model)) != expected:
-        raise GroceriesError(f"{source.model}: its weights have the digest {digest}, the results are of {expected}")
+    if (digest := checkpoint_digest(checkpoint)) != committed.checkpoint:
+        raise GroceriesError(
+            f"{checkpoint}: its weights have the digest {digest}, the results are of {committed.checkpoint}"
+        )
+    check_version(checkpoint, load_sequences(source.data))
     parts = max(1, len(load_source(source)[0].household_ids) // households)
-    ours, beam = results["ours"], results["environment"]["beam_width"]
     return [
-        compare(name, recommend_part(source, mode, beam, True, parts // 2, parts), committed)
-        for name, mode, committed in (
-            ("product-number order", PRODUCT_NUMBER_ORDER, ours["hr@10"]),
-            ("random order", ANY_ORDER, ours["random_order"]["hr@10"]),
+        compare(name, recommend_part(source, mode, committed.beam, True, parts // 2, parts), figure)
+        for name, mode, figure in (
+            ("product-number order", PRODUCT_NUMBER_ORDER, committed.product_number),
+            ("random order", ANY_ORDER, committed.random),
         )
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder that prepare.py wrote")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--bundle", type=Path, help="measure this bundle of the checkpoint instead")
@@ -93,7 +93,7 @@ def main() -> None:
     source = Source(
         arguments.data, arguments.bundle or arguments.checkpoint, arguments.bundle is not None, arguments.device
     )
-    comparisons = spot_check(source, json.loads(arguments.results.read_text()), arguments.households)
+    comparisons = spot_check(source, arguments.checkpoint, Committed.read(arguments.results), arguments.households)
     for comparison in comparisons:
         print(comparison)
     if not all(comparison.agrees for comparison in comparisons):

@@ -9,7 +9,6 @@ With --seconds the schedule follows the clock instead of the epochs: as many as 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import time
@@ -21,17 +20,17 @@ import numpy as np
 import torch
 
 from examples.groceries.batches import BatchSource
-from examples.groceries.command_line import duration, not_negative, positive, run_command_line, usable_device
 from examples.groceries.objective import Options
 from examples.groceries.prepare import Sequences, load_sequences
 from examples.groceries.purchases import GroceriesError
+from examples.groceries.records import TRAINING_FILE, read_list, read_object
 from examples.groceries.scoring import evaluate_model
 from examples.groceries.selection import selection_score
 from examples.groceries.trainer import Trainer
+from loka_serve.command_line import CommandParser, duration, positive, run_command_line, usable_device, zero_or_one
 from loka_serve.models.checkpoint import save_checkpoint
 from loka_serve.models.onerec_v2 import OneRecV2
 
-TRAINING_FILE = "training.json"
 UNLIMITED = 1_000_000
 MEASURE_FROM, MEASURE_EVERY = 0.45, 0.18  # parts of a run of --seconds
 
@@ -85,13 +84,15 @@ def train(
     clock = Clock(seconds) if seconds is not None else None
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(options, sequences, device)
+    initial_training = None
     if initial is not None:
+        initial_training = read_object(initial / TRAINING_FILE)
         trainer.start_from(initial)
     state, record_path = out / "state.safetensors", out / "record.json"
     if clock is not None and record_path.exists():
         raise GroceriesError(f"{out}: a run of --seconds is not continued; use another --out")
     first = trainer.load_state(state) if state.exists() else 0
-    records: list[dict[str, Any]] = json.loads(record_path.read_text())[:first] if first else []
+    records: list[dict[str, Any]] = read_list(record_path)[:first] if first else []
     source = BatchSource(
         sequences,
         held_out=options.held_out - 1,
@@ -142,8 +143,8 @@ def train(
         records.append(record)
         if record.get("score", 0.0) >= max(earlier, default=-1.0) or options.held_out < 2:
             training = {"sequences_version": sequences.version, "options": dataclasses.asdict(options), "best": record}
-            if initial is not None:
-                training["initial"] = json.loads((initial / TRAINING_FILE).read_text())
+            if initial_training is not None:
+                training["initial"] = initial_training
             if clock is not None:
                 training["clock"] = {"seconds": clock.seconds, "progress": clock.progress()}
             write_checkpoint(trainer, out / "checkpoint", training)
@@ -161,13 +162,13 @@ def train(
 
 
 COUNTS = dict.fromkeys(("rows", "chunk", "epochs", "beam", "max_context", "held_out", "layers", "heads"), positive) | {
-    "open_basket_items": not_negative
+    "open_basket_items": zero_or_one
 }
 """Options that count something; a model's other sizes are checked by its configuration."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder that prepare.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="state, record.json and the best checkpoint go here")
     parser.add_argument("--device", type=usable_device, default="cuda" if torch.cuda.is_available() else "cpu")

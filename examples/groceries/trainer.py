@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -127,14 +128,27 @@ class Trainer:
         path.with_suffix(".part").replace(path)
 
     def load_state(self, path: Path) -> int:
-        """Continues from what `save` wrote; returns the number of finished epochs."""
-        from safetensors import safe_open
+        """Continues from what `save` wrote; returns the number of finished epochs.
 
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        if json.loads(metadata["options"]) != dataclasses.asdict(self.options):
-            raise GroceriesError(f"{path} was written with other options: {metadata['options']}; use another --out")
-        tensors = load_file(path, device=str(self.device))
+        Raises:
+            GroceriesError: the file is damaged, or of a run with other options.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+            if json.loads(metadata["options"]) != dataclasses.asdict(self.options):
+                raise GroceriesError(f"{path} was written with other options: {metadata['options']}; use another --out")
+            self._take(load_file(path, device=str(self.device)))
+            self.steps = int(metadata["steps"])
+            return int(metadata["epoch"])
+        except torch.OutOfMemoryError:
+            raise
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise GroceriesError(
+                f"{path}: not what an interrupted run leaves ({type(error).__name__}: {error}): use another --out"
+            ) from error
+
+    def _take(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for prefix, module in (("model", self.model), ("average", self.average)):
                 for name, parameter in module.named_parameters():
@@ -146,5 +160,3 @@ class Trainer:
                 _, index, key = name.split(".")
                 packed["state"].setdefault(int(index), {})[key] = value
         self.optimizer.load_state_dict(packed)
-        self.steps = int(metadata["steps"])
-        return int(metadata["epoch"])

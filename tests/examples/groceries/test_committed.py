@@ -12,11 +12,13 @@ import pytest
 
 from examples.groceries.evaluate import CHECKPOINT, RESULTS, Source, checkpoint_digest
 from examples.groceries.open_basket import BASKET_ITEMS, OPEN_BASKET
-from examples.groceries.prepare import Sequences
+from examples.groceries.prepare import Sequences, save_sequences
 from examples.groceries.purchases import GroceriesError
+from examples.groceries.records import Committed
 from examples.groceries.scoring import MISSED, Recommendations
 from examples.groceries.spot_check import compare, spot_check
 from loka_serve.models.checkpoint import load_config
+from tests.examples.groceries.data import synthetic_sequences
 
 RESULTS_HELD: dict[str, Any] = json.loads(RESULTS.read_text())
 
@@ -65,10 +67,20 @@ def test_noise_is_told_from_a_difference() -> None:
 def test_results_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"other")
     with pytest.raises(GroceriesError, match="the results are of"):
-        spot_check(Source(tmp_path, tmp_path, False, "cpu"), RESULTS_HELD, 1)
+        spot_check(Source(tmp_path, tmp_path, False, "cpu"), tmp_path, Committed.read(RESULTS), 1)
+
+
+@pytest.mark.parametrize("is_bundle", [False, True])
+def test_data_with_other_semantic_ids_is_refused(tmp_path: Path, is_bundle: bool) -> None:
+    save_sequences(synthetic_sequences(), tmp_path)
+    source = Source(tmp_path, tmp_path if is_bundle else CHECKPOINT, is_bundle, "cpu")
+    with pytest.raises(GroceriesError, match=r"training\.json: trained on semantic IDs of version"):
+        spot_check(source, CHECKPOINT, Committed.read(RESULTS), 1)
 
 
 def test_the_committed_checkpoint_gives_the_committed_figures(prepared: tuple[Path, Sequences]) -> None:
-    for comparison in spot_check(Source(prepared[0], CHECKPOINT, False, "cpu"), RESULTS_HELD, 40):
+    for comparison in spot_check(
+        Source(prepared[0], CHECKPOINT, False, "cpu"), CHECKPOINT, Committed.read(RESULTS), 40
+    ):
         assert comparison.agrees, str(comparison)
         assert comparison.standard_error < 0.05

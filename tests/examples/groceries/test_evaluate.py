@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from examples.groceries.batches import NEXT_BASKET
-from examples.groceries.evaluate import Source, compare, evaluate, recommend_all
+from examples.groceries.evaluate import CHECKPOINT, Source, compare, evaluate, recommend_all
 from examples.groceries.objective import Options
 from examples.groceries.prepare import catalog_rows, history_rows, save_sequences, write_lines
-from examples.groceries.purchases import Product
+from examples.groceries.purchases import GroceriesError, Product
 from examples.groceries.scoring import Recommendations
 from examples.groceries.train import train
 from loka_serve.build import build
@@ -73,6 +73,13 @@ def test_results_of_the_synthetic_shop(trained: Path) -> None:
     # Without a bundle the FP8 figures of the same checkpoint are kept.
     again = evaluate(*arguments, None, beam=24, device="cpu", workers=1, earlier=results)
     assert again["fp8_vs_bf16"] == fp8 and again["ours"] == results["ours"]
+
+
+def test_a_bundle_of_another_model_is_refused_first(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("examples.groceries.evaluate.recommend_all", None)
+    monkeypatch.setattr("examples.groceries.evaluate.check_version", lambda checkpoint, sequences: {})
+    with pytest.raises(GroceriesError, match="bundle: its configuration differs from that of"):
+        evaluate(trained / "data", CHECKPOINT, trained / "bundle", beam=24, device="cpu", workers=1, earlier={})
 
 
 def test_workers_share_the_households(trained: Path) -> None:

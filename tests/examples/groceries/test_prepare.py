@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.groceries.evaluate import CHECKPOINT, check_version
+from examples.groceries.evaluate import CHECKPOINT
 from examples.groceries.prepare import (
     Sequences,
     history_rows,
@@ -19,6 +19,7 @@ from examples.groceries.prepare import (
     save_sequences,
 )
 from examples.groceries.purchases import GroceriesError, Product
+from examples.groceries.records import check_version
 from loka_serve.catalog.histories import read_histories
 from loka_serve.catalog.readers import read_catalog
 from tests.examples.groceries.data import BASKET, BASKETS, synthetic_sequences
@@ -72,7 +73,7 @@ def test_histories_ask_for_the_next_basket_and_for_items_of_an_open_one() -> Non
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
     sequences = synthetic_sequences()
-    (tmp_path / "training.json").write_text(json.dumps({"sequences_version": sequences.version}))
+    (tmp_path / "training.json").write_text(json.dumps({"sequences_version": sequences.version, "best": {"epoch": 3}}))
     check_version(tmp_path, sequences)
     swapped = dataclasses.replace(sequences, semantic_ids=sequences.semantic_ids[::-1].copy())
     message = f"version {sequences.version}, but the prepared data has {swapped.version}"
@@ -90,6 +91,13 @@ def test_sequences_survive_a_round_trip(tmp_path: Path) -> None:
             assert np.array_equal(getattr(loaded, field.name), getattr(sequences, field.name))
     with pytest.raises(GroceriesError, match="run python -m examples.groceries.prepare"):
         load_sequences(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 not a zip", b"plain text"])
+def test_damaged_data_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "sequences.npz").write_bytes(content)
+    with pytest.raises(GroceriesError, match=r"sequences\.npz: not what this version's prepare\.py writes"):
+        load_sequences(tmp_path)
 
 
 def test_damaged_semantic_ids_are_refused(tmp_path: Path) -> None:

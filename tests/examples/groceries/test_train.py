@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save
 
 from examples.groceries.batches import (
     ANY_ORDER,
@@ -26,7 +27,7 @@ from examples.groceries.objective import Options, loss_of
 from examples.groceries.purchases import GroceriesError
 from examples.groceries.scoring import LegalCodes
 from examples.groceries.selection import TARGETS, selection_score
-from examples.groceries.train import Clock, train
+from examples.groceries.train import Clock, main, train
 from examples.groceries.trainer import Trainer
 from loka_serve.models.checkpoint import load_checkpoint
 from tests.examples.groceries.data import BASKET, HOUSEHOLDS, synthetic_sequences
@@ -170,6 +171,45 @@ def test_a_state_of_other_options_is_refused(tmp_path: Path) -> None:
     train(SMALL, synthetic_sequences(), tmp_path, CPU, max_steps=1, log=lambda line: None)
     with pytest.raises(GroceriesError, match="written with other options"):
         train(dataclasses.replace(SMALL, seed=9), synthetic_sequences(), tmp_path, CPU, log=lambda line: None)
+
+
+def test_damaged_files_of_an_interrupted_run_are_refused_by_name(tmp_path: Path) -> None:
+    train(SMALL, synthetic_sequences(), tmp_path, CPU, max_steps=1, log=lambda line: None)
+    state, whole = tmp_path / "state.safetensors", (tmp_path / "state.safetensors").read_bytes()
+    tensors, options = load_file(state), json.dumps(dataclasses.asdict(SMALL))
+    metadata = {"epoch": "1", "steps": "1", "options": options}
+    average = next(name for name in tensors if name.startswith("average."))
+    rest = {name: tensor for name, tensor in tensors.items() if name != average}
+    damaged: list[bytes] = [b"", whole[:-10], b"text"]
+    for content, described in (
+        (rest, metadata),
+        ({**rest, average: torch.zeros(1, 7)}, metadata),
+        ({**tensors, "optimizer.exp_avg": torch.zeros(1)}, metadata),
+        (tensors, None),
+        (tensors, {**metadata, "options": "{"}),
+        (tensors, {**metadata, "steps": "some"}),
+    ):
+        damaged.append(save(content, described))
+    for content_bytes in damaged:
+        state.write_bytes(content_bytes)
+        with pytest.raises(GroceriesError, match=r"state\.safetensors: not what an interrupted run leaves"):
+            train(SMALL, synthetic_sequences(), tmp_path, CPU, max_steps=1, log=lambda line: None)
+    state.write_bytes(whole)
+    (tmp_path / "record.json").write_text("{}")
+    with pytest.raises(GroceriesError, match=r"record\.json: expected a list of objects in JSON"):
+        train(SMALL, synthetic_sequences(), tmp_path, CPU, max_steps=1, log=lambda line: None)
+
+
+def test_the_open_basket_is_on_or_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["train", "--data", str(tmp_path), "--out", str(tmp_path), "--open-basket-items", "2"]
+    )
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: argument --open-basket-items: expected 0 or 1, got '2'")
 
 
 def test_the_clock_leaves_time_for_the_last_measurement() -> None:
