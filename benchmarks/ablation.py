@@ -14,11 +14,9 @@ A gain is in points: percent of the baseline's throughput, as in the paper.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -29,6 +27,8 @@ from benchmarks.measure import ONE_AFTER_ANOTHER, Measurement, measure, random_b
 from benchmarks.power import PowerMeter, open_power_meter
 from benchmarks.results import ResultFile, Row
 from benchmarks.yardstick import Shape, YardstickTimes, run_yardstick
+from loka_serve.command_line import CommandParser, duration, existing_file, output_file, run_command_line
+from loka_serve.errors import LokaError
 from loka_serve.models.config import PRESETS, OneRecV2Config
 
 SHAPE = Shape(batch=8, beam=512, context=3000)
@@ -116,14 +116,14 @@ def of_yardstick(eager_ms: float, shape: Shape) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--yardstick", type=Path, help="script whose eager time is the baseline")
+    parser = CommandParser(__doc__)
+    parser.add_argument("--out", type=output_file, required=True)
+    parser.add_argument("--yardstick", type=existing_file, help="script whose eager time is the baseline")
     parser.add_argument("--context-precision", choices=("bf16", "fp8"), default="bf16", help="of the last row")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of measuring a row, in each of two ways")
+    parser.add_argument("--seconds", type=duration, default=2.0, help="of measuring a row, in each of two ways")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("error: the Hopper engine is timed on a CUDA device, and none is here")
+        raise LokaError("the Hopper engine is timed on a CUDA device, and none is here")
     yardstick = run_yardstick(arguments.yardstick)
     device = torch.device("cuda", torch.cuda.current_device())
     ablation = Ablation(
@@ -150,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(main)

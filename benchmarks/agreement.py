@@ -20,8 +20,10 @@ import torch
 from benchmarks.environment import describe_environment
 from loka_serve.bundle import Bundle
 from loka_serve.catalog.histories import read_histories
+from loka_serve.command_line import CommandParser, existing_file, output_file, positive, run_command_line
 from loka_serve.engines.base import BeamResult, Engine, EngineLimits, EngineRequest, RequestBatch
 from loka_serve.engines.reference import ReferenceEngine
+from loka_serve.errors import LokaError
 from loka_serve.probe.histories import to_request
 
 TOP_K = 50
@@ -39,7 +41,7 @@ def run(engine: Engine, requests: Sequence[EngineRequest], batch: int) -> Ranked
 
 def rows(result: BeamResult) -> Ranked:
     if result.failed.any():
-        raise SystemExit("error: a score is not a number")
+        raise LokaError("a score is not a number")
     return [
         (result.leaves[row, :count].tolist(), result.scores[row, :count])
         for row, count in enumerate(result.counts.tolist())
@@ -87,7 +89,7 @@ def measure(bundle: Bundle, histories: Path, arguments: argparse.Namespace) -> d
             break
     device = torch.device("cuda", torch.cuda.current_device())
     options = HopperOptions(
-        batches=(1, arguments.batch), context_precision=arguments.context_precision, tune=arguments.tune
+        batches=tuple(sorted({1, arguments.batch})), context_precision=arguments.context_precision, tune=arguments.tune
     )
     hopper = HopperEngine(bundle, limits, device, options)
     hopper.warmup()
@@ -111,23 +113,23 @@ def measure(bundle: Bundle, histories: Path, arguments: argparse.Namespace) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--bundle", type=Path, required=True, nargs="+")
-    parser.add_argument("--histories", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=512)
-    parser.add_argument("--alone", type=int, default=128, help="requests that are also run one by one")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--beam", type=int, default=64)
+    parser.add_argument("--histories", type=existing_file, required=True)
+    parser.add_argument("--out", type=output_file, required=True)
+    parser.add_argument("--rows", type=positive, default=512)
+    parser.add_argument("--alone", type=positive, default=128, help="requests that are also run one by one")
+    parser.add_argument("--batch", type=positive, default=16)
+    parser.add_argument("--beam", type=positive, default=64)
     parser.add_argument("--context-precision", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--tune", action="store_true", help="measure which library runs each linear; takes a minute")
     parser.add_argument("--commit", help="of the code, where git is not at hand")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("error: the hopper engine runs on a CUDA device, and none is here")
+        raise LokaError("the hopper engine runs on a CUDA device, and none is here")
+    bundles = {path: Bundle.load(path) for path in arguments.bundle}  # all of them before the first is measured
     results = {}
-    for path in arguments.bundle:
-        bundle = Bundle.load(path)
+    for path, bundle in bundles.items():
         recipes = sorted(set(bundle.plan.recipes.values()))
         results[path.name] = {"recipes": recipes, **measure(bundle, arguments.histories, arguments)}
         print(json.dumps({path.name: results[path.name]}, indent=1), flush=True)
@@ -137,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(main)

@@ -58,7 +58,8 @@ def open_decoder(
     hopper_options = HopperOptions(batches=batches, beams=beams, contexts=contexts, **settings)
     limits = EngineLimits(batches[-1], beams[-1], contexts[-1], config.levels)
     # A file for each precision, else each would overwrite what was measured for the other.
-    dispatch_file = default_dispatch_file().with_stem(f"benchmark-dispatch-{precision}")
+    kept = default_dispatch_file()
+    dispatch_file = kept and kept.with_stem(f"benchmark-dispatch-{precision}")
     dispatch = dispatch_for(weights, Buckets.of(limits, hopper_options), device, dispatch_file)
     decoder = HopperDecoder(weights, trie, limits, device, hopper_options, dispatch)
 

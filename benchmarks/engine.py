@@ -16,7 +16,6 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,10 @@ from benchmarks.results import ResultFile, Row
 from benchmarks.synthetic_catalog import skewed_trie
 from benchmarks.yardstick import Shape, YardstickTimes, run_yardstick
 from loka_serve.catalog.trie import Trie
+from loka_serve.command_line import CommandParser, duration, existing_file, output_file, positive, run_command_line
+from loka_serve.errors import LokaError
 from loka_serve.models.config import PRESETS, OneRecV2Config
+from loka_serve.settings import ConfigError
 
 PRESET = "onerec-v2-4b-a0.5b"
 # What the project is judged by comes first, should time run out.
@@ -70,10 +72,10 @@ def all_cases() -> list[Case]:
 
 
 def select_cases(patterns: Sequence[str] | None) -> list[Case]:
-    """Cases whose name fits one of the shell patterns; all without patterns. Raises ValueError if none does."""
+    """Cases whose name fits one of the shell patterns; all without patterns. Raises ConfigError if none does."""
     chosen = [case for case in all_cases() if patterns is None or any(fnmatch(case.name, p) for p in patterns)]
     if not chosen:
-        raise ValueError(f"no row fits {patterns}: expected patterns of names like {all_cases()[0].name}")
+        raise ConfigError(f"--only: expected patterns of names like {all_cases()[0].name}, no row fits {patterns}")
     return chosen
 
 
@@ -172,25 +174,31 @@ def release_memory() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--yardstick", type=Path, help="script that times another implementation in the same run")
+    parser = CommandParser(__doc__)
+    parser.add_argument("--out", type=output_file, required=True)
+    parser.add_argument(
+        "--yardstick", type=existing_file, help="script that times another implementation in the same run"
+    )
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows to measure, shell patterns of names")
-    parser.add_argument("--keep", type=Path, metavar="JSON", help="earlier result whose other rows are taken over")
+    parser.add_argument(
+        "--keep", type=existing_file, metavar="JSON", help="earlier result whose other rows are taken over"
+    )
     parser.add_argument("--preset", choices=PRESETS, default=PRESET)
     parser.add_argument("--context-precision", choices=("bf16", "fp8"), default="bf16", help="of the FP8 engine")
-    parser.add_argument("--seconds", type=float, default=0.6, help="of measuring a row, in each of two ways")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further row is started")
-    parser.add_argument("--catalog-items", type=int, default=CATALOG_ITEMS, help="of the catalog that is named 10m")
+    parser.add_argument("--seconds", type=duration, default=0.6, help="of measuring a row, in each of two ways")
+    parser.add_argument("--budget", type=duration, default=300.0, help="seconds after which no further row is started")
+    parser.add_argument(
+        "--catalog-items", type=positive, default=CATALOG_ITEMS, help="of the catalog that is named 10m"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: the Hopper engine is timed on a CUDA device, and none is here")
-    deadline = time.monotonic() + arguments.budget
     cases = select_cases(arguments.only)
+    if not torch.cuda.is_available():
+        raise LokaError("the Hopper engine is timed on a CUDA device, and none is here")
+    deadline = time.monotonic() + arguments.budget
     yardstick = run_yardstick(arguments.yardstick)
     for shape, times in yardstick.items():
         print(f"yardstick {shape}: eager {times.eager_ms} ms, graph {times.graph_ms} ms")
@@ -234,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(main)

@@ -5,18 +5,18 @@ python -m benchmarks.kernels --out benchmarks/results/h200/kernels.json [--only 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import json
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.environment import describe_environment
+from loka_serve.command_line import CommandParser, output_file, run_command_line
+from loka_serve.errors import LokaError
 from loka_serve.kernels.benchmarking import KernelRow, time_us
 
 BENCHES = {
@@ -46,13 +46,13 @@ def copy_bandwidth() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = CommandParser(__doc__)
+    parser.add_argument("--out", type=output_file, required=True)
     parser.add_argument("--only", nargs="+", choices=list(BENCHES), default=list(BENCHES))
     parser.add_argument("--commit", help="what the result says it was measured at; by default git is asked")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("error: the kernels are timed on a CUDA device, and none is here")
+        raise LokaError("the kernels are timed on a CUDA device, and none is here")
     ceiling = copy_bandwidth()
     print(f"device copy {ceiling:.0f} GB/s")
     environment = describe_environment(arguments.commit)
@@ -84,4 +84,4 @@ def describe(row: KernelRow) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line(main)

@@ -20,6 +20,7 @@ from benchmarks.yardstick import Shape, YardstickTimes
 from loka_serve.errors import EngineError
 from loka_serve.models.config import PRESETS
 from loka_serve.models.onerec_v2 import OneRecV2
+from loka_serve.settings import ConfigError
 
 from .fakes import FakeEngine
 
@@ -113,7 +114,7 @@ def test_every_row_of_the_issue_can_be_chosen() -> None:
     assert select_cases(None) == cases
     assert select_cases(["bf16/b8/w512/c3000/10m"]) == [Case("bf16", 8, 512, 3000, "10m")]
     assert len(select_cases(["*/w512/c3000/none"])) == 10
-    with pytest.raises(ValueError, match="no row fits"):
+    with pytest.raises(ConfigError, match=r"^--only: expected patterns of names like .*, no row fits \['int8/\*'\]"):
         select_cases(["int8/*"])
 
 
