@@ -5,7 +5,8 @@ No tensor is kept. Statistics of two parts of a stream merge into those of the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ class MagnitudeHistogram:
         # The first bin also holds everything smaller, down to 0.
         return inside * high if index == 0 else low + inside * (high - low)
 
+    def octaves(self) -> dict[int, int]:
+        """Values by power of two, where there are any: n -> how many magnitudes from 2**n to 2**(n + 1)."""
+        totals = self.counts.view(-1, BINS_PER_OCTAVE).sum(1).tolist()
+        return {octave - OCTAVES_BELOW: total for octave, total in enumerate(totals) if total}
+
 
 def _bin_edge(index: int) -> float:
     octave, step = divmod(index, BINS_PER_OCTAVE)
@@ -66,6 +72,7 @@ class Summary:
         rows: rows seen.
         absmax, p99: largest magnitude and its 99th percentile.
         mean, variance: of the values; the variance is that of a population.
+        octaves: the histogram of the magnitudes, see `MagnitudeHistogram.octaves`.
     """
 
     rows: int
@@ -73,6 +80,7 @@ class Summary:
     p99: float
     mean: float
     variance: float
+    octaves: Mapping[int, int] = field(default_factory=dict)
 
 
 class TensorStatistics:
@@ -131,7 +139,8 @@ class TensorStatistics:
             return Summary(self.rows, self.absmax, float("nan"), float("nan"), float("nan"))
         # The histogram knows p99 to 1/16; the exact maximum bounds it.
         p99 = min(self.histogram.quantile(0.99), self.absmax)
-        return Summary(self.rows, self.absmax, p99, self._mean, self._squares / self._count)
+        variance = self._squares / self._count
+        return Summary(self.rows, self.absmax, p99, self._mean, variance, self.histogram.octaves())
 
     def _combine(self, count: int, mean: float, squares: float) -> None:
         # Chan, Golub and LeVeque's update: the batched form of Welford's.

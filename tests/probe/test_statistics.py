@@ -116,3 +116,9 @@ def test_groups() -> None:
     total = groups.total().summary()
     assert total.rows == 100 and total.mean == pytest.approx(values.double().mean().item(), rel=1e-9)
     assert [group.rows for group in groups.groups] == [30, 0, 70]  # total() changes nothing
+
+
+def test_octaves_count_magnitudes_by_power_of_two() -> None:
+    statistics = TensorStatistics()
+    statistics.update(torch.tensor([[0.5, -0.75, 1.0, 3.9, -4.0, 7.99]]))
+    assert statistics.summary().octaves == {-1: 2, 0: 1, 1: 1, 2: 2}
