@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loka_serve.catalog.trie import Trie
-from loka_serve.engines.base import BeamResult, EngineLimits, EngineRequest
+from loka_serve.engines.base import BeamResult, EngineRequest
 from loka_serve.engines.hopper.buckets import Bucket
 from loka_serve.kernels.level_head.reference import (
     AllowedNodes,
@@ -107,92 +107,119 @@ class Outputs:
         return self.nodes, self.scores, self.counts, self.failed
 
 
-class TrieBuffers:
-    """The trie on the device, with room for a larger one in the same place.
+@dataclass(frozen=True)
+class CatalogRoom:
+    """How large a catalog the buffers, and the graphs that use them, hold.
 
-    Args:
-        headroom: nodes, and candidates of a request, that fit, as a multiple of the first trie's.
+    Attributes:
+        nodes: of each level.
+        capacities: columns of the compact table of candidates, by level and beams before it, of which level 0 has one;
+            none where the table is dense.
         beams: beams a request, for each of which there are graphs.
-        codebook_sizes: the model's, which the logits have.
     """
 
-    def __init__(
-        self,
-        trie: Trie,
-        headroom: float,
-        device: torch.device,
-        beams: tuple[int, ...],
-        codebook_sizes: tuple[int, ...],
-    ) -> None:
-        self.beams = beams
-        self.capacities: dict[tuple[int, int], int] = {}
-        for (level, wide), columns in self._columns(trie).items():
-            capacity = align_capacity(int(columns * headroom))
+    nodes: tuple[int, ...]
+    capacities: Mapping[tuple[int, int], int]
+    beams: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, tries: Sequence[Trie], headroom: float, beams: tuple[int, ...], codebook_sizes: tuple[int, ...]
+    ) -> CatalogRoom:
+        """Room for each of these tries.
+
+        Args:
+            headroom: nodes, and candidates of a request, that fit, as a multiple of the largest trie's.
+            codebook_sizes: the model's, which the logits have.
+        """
+        needed = [_columns(trie, beams) for trie in tries]
+        capacities: dict[tuple[int, int], int] = {}
+        for level, wide in needed[0]:
+            capacity = align_capacity(int(max(columns[level, wide] for columns in needed) * headroom))
             # Otherwise the dense table is hardly larger, and has no prefix to wait for.
             if capacity <= wide * codebook_sizes[level] // 2:
-                self.capacities[level, wide] = capacity
-        room = [int(count * headroom) + WORD_BITS for count in trie.node_counts]
-        self.levels = tuple(
-            TrieLevel(
-                torch.zeros((1 if level == 0 else room[level - 1]) + 1, dtype=torch.int32, device=device),
-                torch.zeros(nodes, dtype=torch.int32, device=device),
-            )
-            for level, nodes in enumerate(room)
-        )
-        self.load(trie)
-
-    @property
-    def bytes(self) -> int:
-        return sum(level.first_child.nbytes + level.codes.nbytes for level in self.levels)
+                capacities[level, wide] = capacity
+        most = [max(counts) for counts in zip(*(trie.node_counts for trie in tries), strict=True)]
+        return cls(tuple(int(count * headroom) + WORD_BITS for count in most), capacities, beams)
 
     def capacity(self, level: int, beams: int) -> int | None:
         """Columns of the compact table of a level's candidates, in a graph of that many beams; None: a dense table."""
         return self.capacities.get((level, beams if level else 1))
 
-    def _columns(self, trie: Trie) -> dict[tuple[int, int], int]:
-        """What a compact table needs, by level and beams before it, of which level 0 has one."""
-        columns = {(0, 1): align_capacity(trie.node_counts[0])}
-        most = max(self.beams)
-        for level, offsets in enumerate(trie.child_offsets, start=1):
-            counts = np.diff(offsets)
-            if most < len(counts):  # once, since a catalog has millions
-                counts = np.partition(counts, -most)[-most:]
-            columns |= {(level, beams): compact_capacity(counts, beams) for beams in self.beams}
-        return columns
-
     def fits(self, trie: Trie) -> bool:
-        """Whether `load` takes it, and every graph holds the candidates that its requests may have."""
-        if any(count > len(level.codes) for count, level in zip(trie.node_counts, self.levels, strict=True)):
+        """Whether the buffers take it, and every graph holds the candidates that its requests may have."""
+        if any(count > room for count, room in zip(trie.node_counts, self.nodes, strict=True)):
             return False
         # A dense table holds any.
-        return all(columns <= self.capacities.get(key, columns) for key, columns in self._columns(trie).items())
+        return all(columns <= self.capacities.get(key, columns) for key, columns in _columns(trie, self.beams).items())
+
+    def bytes(self, batch: int) -> int:
+        """Of the device's memory, for buffers of that many requests."""
+        trie = sum(parents + 1 + nodes for parents, nodes in zip((1, *self.nodes), self.nodes, strict=False))
+        return 4 * (trie + batch * sum(self.words))
+
+    @property
+    def words(self) -> list[int]:
+        """int32 words of a request's filter, by level."""
+        return [-(-nodes // WORD_BITS) for nodes in self.nodes]
+
+
+def _columns(trie: Trie, beams: tuple[int, ...]) -> dict[tuple[int, int], int]:
+    """What a compact table needs, by level and beams before it."""
+    columns = {(0, 1): align_capacity(trie.node_counts[0])}
+    most = max(beams)
+    for level, offsets in enumerate(trie.child_offsets, start=1):
+        counts = np.diff(offsets)
+        if most < len(counts):  # once, since a catalog has millions
+            counts = np.partition(counts, -most)[-most:]
+        columns |= {(level, wide): compact_capacity(counts, wide) for wide in beams}
+    return columns
+
+
+class CatalogBuffers:
+    """A trie on the device, with room for a larger one in the same place, and the filters of a batch in it.
+
+    Attributes:
+        levels: the trie.
+        filters: int32 [batch, words] by level, bits of the nodes that each request may reach; `staged` for each slot
+            on the host.
+    """
+
+    def __init__(self, trie: Trie, room: CatalogRoom, batch: int, device: torch.device, slots: int) -> None:
+        self.room = room
+        self.levels = tuple(
+            TrieLevel(
+                torch.zeros(parents + 1, dtype=torch.int32, device=device),
+                torch.zeros(nodes, dtype=torch.int32, device=device),
+            )
+            for parents, nodes in zip((1, *room.nodes), room.nodes, strict=False)
+        )
+        self.filters = [torch.zeros(batch, words, dtype=torch.int32, device=device) for words in room.words]
+        pinned = device.type == "cuda"
+        self.staged = [
+            [torch.zeros(batch, words, dtype=torch.int32, pin_memory=pinned) for words in room.words]
+            for _ in range(slots)
+        ]
+        self.load(trie)
 
     def load(self, trie: Trie) -> None:
         """Put a trie that fits in the place of the last; ordered after the work that the current stream has."""
         offsets = [np.array([0, trie.node_counts[0]]), *trie.child_offsets]
-        for level, first_child, codes in zip(self.levels, offsets, trie.tokens, strict=True):
-            for target, source in ((level.first_child, first_child), (level.codes, codes)):
-                target[: len(source)].copy_(torch.from_numpy(source.astype(np.int32)))
-
-
-class FilterBuffers:
-    """Bits of the nodes that each request of a batch may reach, on the device and twice on the host."""
-
-    def __init__(self, trie: TrieBuffers, limits: EngineLimits, device: torch.device, slots: int) -> None:
-        words = [-(-len(level.codes) // WORD_BITS) for level in trie.levels]
-        self.device = [torch.zeros(limits.batch, count, dtype=torch.int32, device=device) for count in words]
-        pinned = device.type == "cuda"
-        self.host = [
-            [torch.zeros(limits.batch, count, dtype=torch.int32, pin_memory=pinned) for count in words]
-            for _ in range(slots)
-        ]
+        # All of them before the first copy: where the host's memory is short, the last trie is still whole.
+        pairs = zip(offsets, trie.tokens, strict=True)
+        sources = [torch.from_numpy(array.astype(np.int32)) for pair in pairs for array in pair]
+        targets = [part for level in self.levels for part in (level.first_child, level.codes)]
+        for target, source in zip(targets, sources, strict=True):
+            target[: len(source)].copy_(source)
 
     @property
     def bytes(self) -> int:
-        return sum(bits.nbytes for bits in self.device)
+        """Of the device's memory."""
+        trie = sum(level.first_child.nbytes + level.codes.nbytes for level in self.levels)
+        return trie + sum(bits.nbytes for bits in self.filters)
 
     def allowed(self, level: int, inputs: Inputs) -> AllowedNodes:
-        return AllowedNodes(self.device[level][: len(inputs.filtered)], inputs.filtered)
+        return AllowedNodes(self.filters[level][: len(inputs.filtered)], inputs.filtered)
 
     def send(self, requests: Sequence[EngineRequest], slot: int) -> None:
         """Enqueue the copies of the filters that a batch has."""
@@ -201,6 +228,6 @@ class FilterBuffers:
                 continue
             for level, nodes in enumerate(request.filter.allowed_nodes):
                 words: NDArray[np.int32] = pack_allowed(nodes)
-                staged = self.host[slot][level][row, : len(words)]
+                staged = self.staged[slot][level][row, : len(words)]
                 staged.numpy()[:] = words
-                self.device[level][row, : len(words)].copy_(staged, non_blocking=True)
+                self.filters[level][row, : len(words)].copy_(staged, non_blocking=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from loka_serve.catalog.trie import Trie
 from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch, check_batch
 from loka_serve.engines.hopper.buckets import Bucket, Buckets
-from loka_serve.engines.hopper.buffers import FilterBuffers, Inputs, Outputs, TrieBuffers
+from loka_serve.engines.hopper.buffers import CatalogBuffers, CatalogRoom, Inputs, Outputs
 from loka_serve.engines.hopper.forward import Forward
 from loka_serve.engines.hopper.memory import MemoryReport, workspace_bytes
 from loka_serve.engines.hopper.options import HopperOptions
@@ -102,14 +102,10 @@ class HopperDecoder:
             )
             for _ in range(IN_FLIGHT)
         ]
-        self.trie_buffers = self.filters = None
-        if self.trie is not None:
-            self.trie_buffers = TrieBuffers(
-                self.trie, self.options.catalog_headroom, self.device, self.buckets.beams, config.codebook_sizes
-            )
-            self.filters = FilterBuffers(self.trie_buffers, self.limits, self.device, IN_FLIGHT)
-            self.memory.catalog = self.trie_buffers.bytes + self.filters.bytes
         self.memory.buffers = self.inputs.nbytes + self.outputs.bytes
+        self.catalog: CatalogBuffers | None = None
+        if self.trie is not None:
+            self._hold(self.trie, self._room_for(self.trie))
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -151,8 +147,8 @@ class HopperDecoder:
             if events:
                 events[0].record()
             self.inputs[:numbers].copy_(held.inputs[:numbers], non_blocking=True)
-            if self.filters is not None:
-                self.filters.send(requests, slot)
+            if self.catalog is not None:
+                self.catalog.send(requests, slot)
             self._launch(bucket)
             held.outputs.view(bucket).copy_from(self.outputs.view(bucket))
             if events:
@@ -226,10 +222,10 @@ class HopperDecoder:
         for level in range(config.levels):
             codes = None if beams is None else beams.codes
             logits = self.forward.step(codes, level, context, cache, ancestors, beam_counts)
-            trie = self.trie_buffers
-            children = None if trie is None else trie.levels[level]
-            capacity = None if trie is None else trie.capacity(level, bucket.beam)
-            allowed = None if self.filters is None else self.filters.allowed(level, inputs)
+            catalog = self.catalog
+            children = None if catalog is None else catalog.levels[level]
+            capacity = None if catalog is None else catalog.room.capacity(level, bucket.beam)
+            allowed = None if catalog is None else catalog.allowed(level, inputs)
             is_last = level == config.levels - 1
             beams = select(
                 logits,
@@ -252,19 +248,47 @@ class HopperDecoder:
     # the catalog
 
     def swap_trie(self, trie: Trie) -> None:
-        """Decode within another trie from the next batch on; graphs are captured anew only if it outgrows its room."""
+        """Decode within another trie from the next batch on; graphs are captured anew only if it outgrows its room.
+
+        Raises:
+            EngineError: a batch is on its way, or the trie does not fit the memory; the one before stays.
+        """
         if any(slot.busy for slot in self.slots):
             raise EngineError("a batch is on its way: collect it before swapping the catalog")
-        assert self.trie_buffers is not None
+        assert self.catalog is not None
         with self._on_stream():
-            if self.trie_buffers.fits(trie):
-                self.trie_buffers.load(trie)
+            if self.catalog.room.fits(trie):
+                self.catalog.load(trie)
                 self.trie = trie
-                return
-            captured = list(self.graphs)
-            self.graphs.clear()
-            self.warm.clear()
-            self.trie = trie
-            self._allocate()
-        for bucket in captured:
-            self.capture(bucket)
+            else:
+                self._outgrow(trie)
+
+    def _outgrow(self, trie: Trie) -> None:
+        """Go over to a trie in new buffers with graphs of their own. Until all that is done the old ones are kept."""
+        assert self.trie is not None
+        room = self._room_for(self.trie, trie)  # of both, so that going back takes no more than a copy
+        self.memory.require_catalog(room.bytes(self.limits.batch), self.options)
+        before = self.trie, self.catalog, self.graphs, self.warm, self.memory.catalog
+        try:
+            self.graphs, self.warm = {}, set()
+            self._hold(trie, room)
+            for bucket in self.buckets.all():
+                if bucket in before[3]:
+                    self.capture(bucket)
+        except Exception as error:
+            self.trie, self.catalog, self.graphs, self.warm, self.memory.catalog = before
+            if self.on_gpu:
+                torch.cuda.synchronize(self.device)  # raises where the device is lost, not only this catalog
+            # Others' texts may name files; the log has them, as the cause.
+            reason = "out of memory" if isinstance(error, torch.cuda.OutOfMemoryError) else type(error).__name__
+            reason = str(error) if isinstance(error, EngineError) else reason
+            raise EngineError(f"catalog: does not go into larger buffers: {reason}") from error
+
+    def _hold(self, trie: Trie, room: CatalogRoom) -> None:
+        self.catalog = CatalogBuffers(trie, room, self.limits.batch, self.device, IN_FLIGHT)
+        self.trie, self.memory.catalog = trie, self.catalog.bytes
+
+    def _room_for(self, *tries: Trie) -> CatalogRoom:
+        return CatalogRoom.of(
+            tries, self.options.catalog_headroom, self.buckets.beams, self.weights.config.codebook_sizes
+        )

@@ -9,12 +9,12 @@ import torch
 
 from loka_serve.bundle import Bundle
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch
+from loka_serve.engines.base import BeamResult, DispatchInfo, EngineLimits, RequestBatch
 from loka_serve.engines.hopper.buckets import Buckets
 from loka_serve.engines.hopper.decoder import IN_FLIGHT, HopperDecoder, Ticket
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.engines.hopper.support import check_catalog, check_device, check_limits, check_model, check_plan
-from loka_serve.engines.hopper.tuning import dispatch_for
+from loka_serve.engines.hopper.tuning import traced_dispatch_for
 from loka_serve.engines.hopper.weights import pack_weights
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ class HopperEngine:
         buckets = Buckets.of(limits, options)
         self.limits, self.catalog = limits, bundle.catalog
         weights = pack_weights(bundle.load_model(self.device, torch.bfloat16, cache_weight=False))
-        dispatch = None
+        dispatch, self.dispatch_info = None, DispatchInfo("defaults", "off")
         if options.tune:
-            dispatch = dispatch_for(weights, buckets, self.device, dispatch_file)
+            dispatch, self.dispatch_info = traced_dispatch_for(weights, buckets, self.device, dispatch_file)
         self.decoder = HopperDecoder(weights, bundle.catalog.trie, limits, self.device, options, dispatch)
 
     def warmup(self) -> None:

@@ -51,6 +51,26 @@ class MemoryReport:
                 f"{max(room, 0) / GIB:.1f} GiB of {self.total / GIB:.1f} GiB are free: lower a limit"
             )
 
+    def require_catalog(self, catalog: int, options: HopperOptions) -> None:
+        """Raises EngineError where a larger catalog's buffers, of that many bytes, would not fit.
+
+        They are made beside those in use, and graphs are captured anew, for which each bucket runs once.
+        """
+        if not self.total:
+            return
+        room = self.free_now() - int((1.0 - options.memory_share) * self.total)
+        if catalog + self.workspaces > room:
+            raise EngineError(
+                f"catalog: outgrows its room, and a larger one needs {catalog / GIB:.2f} GiB and "
+                f"{self.workspaces / GIB:.2f} GiB of workspaces beside what is held, but {max(room, 0) / GIB:.2f} GiB "
+                f"of {self.total / GIB:.2f} GiB are free: start anew with it, or with more headroom or lower limits"
+            )
+
+    def free_now(self) -> int:
+        """Bytes of the device that are free, what this process's allocator kept without use included."""
+        torch.cuda.empty_cache()  # not what graphs use: that is reserved, mostly not allocated, and not free
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def describe(self) -> str:
         """One line for the log."""
         parts = ("weights", "catalog", "buffers", "workspaces", "graphs")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from loka_serve.engines.base import DispatchInfo
 from loka_serve.engines.hopper.buckets import Buckets
 from loka_serve.engines.hopper.weights import DenseFeedForward, HopperWeights, Site
 from loka_serve.kernels.dispatch import Dispatch, Shape
@@ -46,21 +47,38 @@ def dispatch_for(weights: HopperWeights, buckets: Buckets, device: torch.device,
 
     A file that cannot be found, read or written costs a warning and the time of measuring, at every start.
     """
+    return traced_dispatch_for(weights, buckets, device, path)[0]
+
+
+def traced_dispatch_for(
+    weights: HopperWeights, buckets: Buckets, device: torch.device, path: Path | None = None
+) -> tuple[Dispatch, DispatchInfo]:
+    """As `dispatch_for`, and where the table is from."""
     shapes, path = shapes_of(weights, buckets), path or default_dispatch_file()
     if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be looked into
         dispatch = Dispatch.load(path, device)
         if dispatch.covers(shapes):
-            return dispatch
+            return dispatch, DispatchInfo("loaded")
+        info = DispatchInfo("measured", _reason_class(dispatch, path))
+    else:
+        info = DispatchInfo("measured", "no_file")
     logger.info("dispatch: measuring %d shapes on %s; kept in %s", len(shapes), device, path or "memory alone")
     dispatch = Dispatch.measure(shapes, device)
     if path is None:
-        return dispatch
+        return dispatch, info
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         dispatch.save(path)
     except OSError as error:
         logger.warning("dispatch: the table is not kept: %s", error)
-    return dispatch
+    return dispatch, info
+
+
+def _reason_class(loaded: Dispatch, path: Path) -> str:
+    """Why a table on file was not enough, one of `DISPATCH_REASONS`."""
+    if not loaded.reason:
+        return "incomplete"
+    return "other_environment" if loaded.reason.startswith(f"{path} was measured elsewhere") else "unreadable"
 
 
 def _decoder_sites(weights: HopperWeights) -> Iterator[tuple[str, Site]]:

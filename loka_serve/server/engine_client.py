@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 
@@ -197,7 +198,8 @@ class EngineClient:
         self._connection, self.ready = None, None
         if self._up_since is not None:
             self._proved_itself |= time.monotonic() - self._up_since > PROVEN_SECONDS
-        for future in [*self._loading.values(), *self._swaps.values()]:
+        waiting: list[asyncio.Future[Any]] = [*self._loading.values(), *self._swaps.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(EngineFailure("the engine is restarting"))
         self.batcher.engine_down("the engine is restarting")

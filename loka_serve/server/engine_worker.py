@@ -266,8 +266,8 @@ def describe(error: Exception) -> str:
 
 
 def traceback_of(error: Exception) -> Exception | None:
-    """For `exc_info` of a log line: the error, unless it is one of ours, which says all in its text."""
-    return None if isinstance(error, LokaError) else error
+    """For `exc_info` of a log line: the error, unless it is one of ours without a cause, which says all in its text."""
+    return None if isinstance(error, LokaError) and error.__cause__ is None else error
 
 
 def is_device_error(error: Exception) -> bool:

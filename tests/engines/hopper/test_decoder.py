@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,9 @@ from loka_serve.quantization.plan import PrecisionPlan
 from tests.kernels.devices import DEVICE
 
 pytest.importorskip("triton")
+from loka_serve.engines.hopper.buckets import Bucket  # noqa: E402
 from loka_serve.engines.hopper.decoder import HopperDecoder  # noqa: E402
+from loka_serve.engines.hopper.memory import MemoryReport  # noqa: E402
 from loka_serve.engines.hopper.options import HopperOptions  # noqa: E402
 from loka_serve.engines.hopper.weights import pack_weights  # noqa: E402
 
@@ -128,8 +131,8 @@ def test_equals_the_reference_engine(case: str) -> None:
     config, precision, options = CASES[case]
     pair = make_pair(config, precision, options)
     # Both kinds of tables: the codebooks of the first levels are nearly full.
-    assert pair.decoder.trie_buffers is not None
-    capacities = [pair.decoder.trie_buffers.capacity(level, LIMITS.beam) for level in range(LIMITS.levels)]
+    assert pair.decoder.catalog is not None
+    capacities = [pair.decoder.catalog.room.capacity(level, LIMITS.beam) for level in range(LIMITS.levels)]
     assert capacities[0] is None and capacities[-1] is not None
     requests = (
         make_request(pair.catalog, 5, 6, 1),
@@ -177,6 +180,86 @@ def test_swapping_the_catalog_changes_what_is_legal(pair: Pair) -> None:
         pair.decoder.swap_trie(catalog.trie)
         pair.reference.swap_catalog(catalog)
         check_rows(recommend(pair.decoder, one), pair.reference.recommend(RequestBatch((one,))), TOLERANCE["bf16"])
+
+
+def capture_all(decoder: HopperDecoder) -> None:
+    for bucket in decoder.buckets.all():
+        decoder.capture(bucket)
+
+
+def test_the_catalog_before_fits_the_larger_room_too(pair: Pair) -> None:
+    one, decoder = make_request(pair.catalog, 5, 6, 30), pair.decoder
+    decoder.swap_trie(pair.catalog.trie)
+    capture_all(decoder)
+    larger = make_catalog(6, items=900)
+    decoder.swap_trie(larger.trie)
+    buffers, graphs = decoder.catalog, decoder.graphs
+    assert buffers is not None and decoder.memory.catalog == buffers.bytes
+    assert decoder.warm == set(decoder.buckets.all())  # nothing is left to be captured by the first batch
+    for catalog in (pair.catalog, larger):
+        decoder.swap_trie(catalog.trie)
+        assert decoder.catalog is buffers and decoder.graphs is graphs
+        pair.reference.swap_catalog(catalog)
+        check_rows(recommend(decoder, one), pair.reference.recommend(RequestBatch((one,))), TOLERANCE["bf16"])
+    pair.reference.swap_catalog(pair.catalog)
+
+
+def out_of_memory(*arguments: object) -> None:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+
+def no_room(self: MemoryReport, catalog: int, options: HopperOptions) -> None:
+    assert catalog > 0
+    raise EngineError("catalog: outgrows its room")
+
+
+class LateFailure:
+    """A `capture` that works once."""
+
+    def __init__(self) -> None:
+        self.captured: list[Bucket] = []
+
+    def __call__(self, bucket: Bucket) -> None:
+        if self.captured:
+            raise RuntimeError("told to fail")
+        self.captured.append(bucket)
+
+
+@pytest.mark.parametrize(
+    ("name", "failure", "words"),
+    [
+        ("loka_serve.engines.hopper.memory.MemoryReport.require_catalog", no_room, "catalog: outgrows its room"),
+        ("loka_serve.engines.hopper.decoder.CatalogBuffers", out_of_memory, "larger buffers: out of memory$"),
+        ("loka_serve.engines.hopper.decoder.HopperDecoder.capture", LateFailure(), "larger buffers: RuntimeError$"),
+    ],
+)
+def test_a_swap_that_fails_is_undone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str, failure: Callable[..., None], words: str
+) -> None:
+    decoder = pair.decoder
+    decoder.swap_trie(pair.catalog.trie)
+    capture_all(decoder)
+    assert len(decoder.warm) == 2 and len(decoder.graphs) == (2 if DEVICE == "cuda" else 0)
+    before = {field: getattr(decoder, field) for field in ("trie", "catalog", "graphs", "warm")}
+    held, one = decoder.memory.catalog, make_request(pair.catalog, 5, 6, 30, excluded=20)
+    expected = recommend(decoder, one)
+    with monkeypatch.context() as patches:
+        patches.setattr(name, failure)
+        for _ in range(2):  # the second time, too
+            with pytest.raises(EngineError, match=words):
+                decoder.swap_trie(make_catalog(6, items=4000).trie)
+    assert all(getattr(decoder, field) is value for field, value in before.items())
+    assert decoder.memory.catalog == held
+    found = recommend(decoder, one)
+    np.testing.assert_array_equal(found.leaves, expected.leaves)
+    np.testing.assert_array_equal(found.scores, expected.scores)  # same graphs, same buffers: bit for bit
+
+
+def test_no_swap_while_a_batch_is_on_its_way(pair: Pair) -> None:
+    ticket = pair.decoder.submit(RequestBatch((make_request(pair.catalog, 4, 6, 31),)))
+    with pytest.raises(EngineError, match="a batch is on its way"):
+        pair.decoder.swap_trie(make_catalog(5, items=30).trie)
+    pair.decoder.collect(ticket)
 
 
 def test_a_poisoned_score_fails_its_request_alone() -> None:

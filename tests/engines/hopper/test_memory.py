@@ -47,3 +47,14 @@ def test_the_report_names_every_part() -> None:
     line = report.describe()
     assert "weights 3.00" in line and "catalog 1.00" in line and "graphs 2.00" in line
     report.require(1 << 60, Bucket(1, 1, 1), HopperOptions())  # without a device nothing is limited
+
+
+def test_a_larger_catalog_needs_room_beside_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = MemoryReport(torch.device("cuda"), total=100 * GIB, free=90 * GIB, weights=5 * GIB, workspaces=20 * GIB)
+    monkeypatch.setattr(MemoryReport, "free_now", lambda self: 40 * GIB)
+    options = HopperOptions(memory_share=0.9)
+    report.require_catalog(10 * GIB, options)
+    expected = r"needs 11\.00 GiB and 20\.00 GiB of workspaces .* 30\.00 GiB of 100\.00 GiB are free"
+    with pytest.raises(EngineError, match=expected):
+        report.require_catalog(11 * GIB, options)
+    MemoryReport(torch.device("cpu"), 0, 0, weights=0).require_catalog(1 << 60, options)  # limited by no device

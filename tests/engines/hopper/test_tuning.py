@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pwd
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from loka_serve.engines.base import DISPATCH_REASONS, DISPATCH_SOURCES, DispatchInfo  # noqa: E402
 from loka_serve.engines.hopper import tuning  # noqa: E402
 from loka_serve.engines.hopper.buckets import Buckets  # noqa: E402
 from loka_serve.engines.hopper.weights import HopperWeights, pack_weights  # noqa: E402
@@ -57,6 +59,29 @@ def test_a_table_on_file_is_taken_only_if_it_covers_the_shapes(
     path.write_text("{")
     tuning.dispatch_for(weights, BUCKETS, device, path)
     assert len(measured) == 3
+
+
+def test_where_a_table_is_from_and_why(weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, device = tmp_path / "dispatch.json", torch.device("cpu")
+    here = Dispatch.unmeasured(device)
+
+    def measure(shapes: set[Shape], device: torch.device) -> Dispatch:
+        return Dispatch(device, here.environment, {shape: Entry({"reference": 1.0}, None) for shape in shapes})
+
+    def info(buckets: Buckets = BUCKETS) -> DispatchInfo:
+        return tuning.traced_dispatch_for(weights, buckets, device, path)[1]
+
+    monkeypatch.setattr(Dispatch, "measure", measure)
+    infos = [info(), info(), info(Buckets((1, 32), (512,), (64,)))]
+    path.write_text("{")
+    infos.append(info())
+    elsewhere = dataclasses.replace(here.environment, gpu="another")
+    Dispatch(device, elsewhere, measure(tuning.shapes_of(weights, BUCKETS), device).entries).save(path)
+    infos.append(info())
+    expected = ["no_file", "", "incomplete", "unreadable", "other_environment"]
+    assert [info.reason for info in infos] == expected and set(expected) <= set(DISPATCH_REASONS)
+    assert [info.source for info in infos] == ["measured", "loaded", "measured", "measured", "measured"]
+    assert {info.source for info in infos} <= set(DISPATCH_SOURCES)
 
 
 def test_a_place_that_cannot_be_written_costs_only_the_file(
