@@ -47,6 +47,9 @@ from loka_serve.gate import GateResult, compare, recommend_items
 from loka_serve.models.checkpoint import load_checkpoint, load_config
 from loka_serve.models.config import OneRecV2Config
 from loka_serve.models.onerec_v2 import OneRecV2
+from loka_serve.mods.names import parse_mods
+from loka_serve.mods.report import ModReport
+from loka_serve.mods.run import rewrite_model
 from loka_serve.probe.collect import collect
 from loka_serve.probe.histories import known_targets, sample_histories, to_request
 from loka_serve.probe.report import SiteReport, costliest_sites, format_bytes, format_table, weight_bytes_ratio
@@ -69,6 +72,7 @@ class BuildOutcome:
 
     path: Path
     sites: list[SiteReport]
+    mods: ModReport
     gate: GateResult
     seconds: float
 
@@ -104,7 +108,8 @@ def build(config: BuildConfig) -> BuildOutcome:
     inputs = _read_inputs(config)
     limits = EngineLimits(config.batch, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels)
     if config.engine == "hopper":
-        check_hopper(inputs.model, limits, config.recipe)
+        biases = inputs.model.linear_bias and "fold_biases" not in parse_mods(config.mods)
+        check_hopper(replace(inputs.model, linear_bias=biases), limits, config.recipe)
     top_k = min(config.gate_top_k, inputs.model.beam_width)
     bar = _Bars(config.quiet)
 
@@ -116,6 +121,15 @@ def build(config: BuildConfig) -> BuildOutcome:
         observed = collect(engine, model, inputs.calibration, progress)
     with bar("rank in BF16", len(inputs.held_out)) as progress:
         bf16 = recommend_items(engine, inputs.catalog, inputs.held_out, top_k, progress)
+    mods, changes_inputs = rewrite_model(model, observed, config.mods, config.recipe, config.checkpoint)
+    inputs = replace(inputs, model=model.config)
+    if config.engine == "hopper":
+        check_model(model.config)
+    if changes_inputs:
+        observed.clear()
+        run_as_bf16(model, cache_weight)
+        with bar("calibrate again", len(inputs.calibration)) as progress:
+            observed = collect(engine, model, inputs.calibration, progress)
     del engine
 
     with staging_directory(config.out) as stage:
@@ -131,8 +145,8 @@ def build(config: BuildConfig) -> BuildOutcome:
             check_plan(PrecisionPlan({site.name: site.choice.recipe for site in sites}))
         del model
         gc.collect()
-        _write_descriptions(stage, inputs, sites)
-        _complete(stage, config, inputs, gate={"passed": None})
+        _write_descriptions(stage, inputs, sites, mods)
+        _complete(stage, config, inputs, mods, gate={"passed": None})
         bundle = Bundle.load(stage, verify=False)
         quantized_engine = ReferenceEngine(
             bundle.load_model(device, cache_weight=cache_weight), inputs.catalog, limits, device
@@ -140,10 +154,10 @@ def build(config: BuildConfig) -> BuildOutcome:
         with bar("rank quantized", len(inputs.held_out)) as progress:
             quantized = recommend_items(quantized_engine, inputs.catalog, inputs.held_out, top_k, progress)
         gate = compare(quantized, bf16, inputs.targets, inputs.catalog, top_k, config.min_top_k_overlap)
-        _complete(stage, config, inputs, gate.to_dict())
+        _complete(stage, config, inputs, mods, gate.to_dict())
         destination = config.out if gate.passed else rejected
         publish(stage, destination)
-    return BuildOutcome(destination, sites, gate, time.monotonic() - started)
+    return BuildOutcome(destination, sites, mods, gate, time.monotonic() - started)
 
 
 def check_hopper(model: OneRecV2Config, limits: EngineLimits, recipe: str) -> None:
@@ -192,18 +206,22 @@ def _write_parameters(model: OneRecV2, writer: TensorWriter) -> None:
             writer.write(name, parameter.data.to(stored_dtype(parameter)))
 
 
-def _write_descriptions(stage: Path, inputs: _Inputs, sites: list[SiteReport]) -> None:
+def _write_descriptions(stage: Path, inputs: _Inputs, sites: list[SiteReport], mods: ModReport) -> None:
     plan = PrecisionPlan({site.name: site.choice.recipe for site in sites})
     write_json(stage / CONFIG_FILE, inputs.model.to_dict())
     write_json(stage / PLAN_FILE, plan.to_dict())
     write_json(
         stage / PROBE_FILE,
-        {"calibration_rows": len(inputs.calibration), "sites": [site.to_dict() for site in sites]},
+        {
+            "calibration_rows": len(inputs.calibration),
+            "sites": [site.to_dict() for site in sites],
+            "mods": mods.to_dict(),
+        },
     )
     inputs.catalog.save(stage / CATALOG_FILE)
 
 
-def _complete(stage: Path, config: BuildConfig, inputs: _Inputs, gate: Mapping[str, Any]) -> None:
+def _complete(stage: Path, config: BuildConfig, inputs: _Inputs, mods: ModReport, gate: Mapping[str, Any]) -> None:
     """Write what is known of the gate, and the manifest over all files; the bundle can be loaded from then on."""
     write_json(stage / GATE_FILE, gate)
     write_manifest(
@@ -213,6 +231,7 @@ def _complete(stage: Path, config: BuildConfig, inputs: _Inputs, gate: Mapping[s
         limits=EngineLimits(SERVED_BATCH, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels),
         details={
             "recipe": config.recipe,
+            "mods": mods.record(),
             "seed": config.seed,
             "catalog_version": inputs.catalog.version,
             "loka_serve": loka_serve.__version__,
@@ -288,6 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     print(format_table(outcome.sites))
+    for line in outcome.mods.lines():
+        print(line)
     print(summarize(outcome))
     for warning in outcome.gate.warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -23,6 +23,7 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import EngineLimits
 from loka_serve.errors import BundleError, CatalogError, CheckpointError, QuantizationError
 from loka_serve.models.config import OneRecV2Config
+from loka_serve.mods.names import applied_mods
 from loka_serve.quantization.plan import PrecisionPlan
 
 if TYPE_CHECKING:
@@ -70,6 +71,14 @@ class Bundle:
     def engine(self) -> str:
         """The engine that the bundle was built for."""
         return str(self.manifest["engine"])
+
+    @property
+    def mods(self) -> list[str]:
+        """Names of the mods that changed the model before it was quantized. Raises BundleError for an unknown form."""
+        try:
+            return applied_mods(self.manifest["details"].get("mods"))
+        except ValueError as error:
+            raise BundleError(f'{self.path / MANIFEST_FILE}: "details.mods": {error}') from error
 
     @property
     def limits(self) -> EngineLimits:

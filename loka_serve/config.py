@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from loka_serve.engines import ENGINES
 from loka_serve.engines.hopper.options import CONTEXT_PRECISIONS, HopperOptions
+from loka_serve.mods.names import EXPECTED, parse_mods
 from loka_serve.settings import (
     Choice,
     Device,
@@ -189,6 +190,18 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class Mods:
+    """A choice of mods, kept as it was written."""
+
+    expected: ClassVar[str] = EXPECTED
+    metavar: ClassVar[str] = "MODS"
+
+    def parse(self, text: str) -> str:
+        parse_mods(text)
+        return text.strip().lower()
+
+
+@dataclass(frozen=True)
 class BuildConfig:
     """Settings of `python -m loka_serve.build`."""
 
@@ -208,6 +221,12 @@ class BuildConfig:
         "precision of attention, feed-forward and experts; auto lets the probe choose for every site",
         "precision",
         "auto",
+    )
+    mods: str = setting(
+        Mods(),
+        "rewrites before quantization: exact, none, all, or names with commas between; exact ones keep the function",
+        "precision",
+        "exact",
     )
     calibration_rows: int = setting(Integer(1, 1 << 20), "histories to calibrate on", "precision", 128)
     gate_rows: int = setting(Integer(1, 1 << 20), "histories to compare with BF16 on", "precision", 128)
