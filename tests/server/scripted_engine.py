@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.engines.base import BeamResult, Engine, EngineLimits, RequestBatch
+from loka_serve.engines.base import BeamResult, DispatchInfo, Engine, EngineLimits, RequestBatch
 from loka_serve.errors import EngineError
 from loka_serve.server.engine_process import add_connection_arguments, serve
 
@@ -36,6 +36,7 @@ class ScriptedEngine:
     """Ranks the allowed leaves in their order; leaf n of a request scores -0.25 * (n + history length)."""
 
     name = "scripted"
+    dispatch_info = DispatchInfo("measured", "other_environment")
 
     def __init__(self, catalog: Catalog, limits: EngineLimits, seconds: float = 0.0) -> None:
         self.catalog = catalog

@@ -277,3 +277,7 @@ def test_documents(scripted: RunningServer) -> None:
     # Every reference leads somewhere.
     names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(page)))
     assert names <= set(page["components"]["schemas"])
+
+
+def test_the_engine_says_where_its_dispatch_table_is_from(scripted: RunningServer) -> None:
+    assert scripted.metric('loka_dispatch_info{reason_class="other_environment",source="measured"}') == 1
