@@ -36,6 +36,7 @@ from loka_serve.bundle_weights import load_parameter, stored_dtype
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.catalog.readers import read_catalog
 from loka_serve.catalog.storage import is_compiled_catalog
+from loka_serve.compare import compare_others, comparison, format_comparison, measure
 from loka_serve.config import LEAST_BEAM_LIMIT, BuildConfig
 from loka_serve.cores import default_threads
 from loka_serve.engines import ENGINES
@@ -52,11 +53,13 @@ from loka_serve.mods.report import ModReport
 from loka_serve.mods.run import rewrite_model
 from loka_serve.probe.collect import collect
 from loka_serve.probe.histories import known_targets, sample_histories, to_request
-from loka_serve.probe.report import SiteReport, costliest_sites, format_bytes, format_table, weight_bytes_ratio
+from loka_serve.probe.report import SiteReport, format_bytes, format_table, weight_bytes_ratio
 from loka_serve.probe.run import AUTO, probe_and_quantize
 from loka_serve.quantization.methods import SiteMethod
 from loka_serve.quantization.plan import PrecisionPlan
 from loka_serve.quantization.recipes import RECIPES, State
+from loka_serve.report.advice import advice
+from loka_serve.report.files import COMPARISON_FILE, report_files
 from loka_serve.tensor_files import TensorWriter
 
 EXIT_ERROR, EXIT_GATE, EXIT_INTERRUPTED = 2, 3, 130
@@ -68,12 +71,16 @@ CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class BuildOutcome:
-    """What a build did. `path` is where the bundle is: beside the place asked for if the gate failed."""
+    """What a build did. `path` is where the bundle is: beside the place asked for if the gate failed.
+
+    `comparison` is what `loka_serve.compare.comparison` gives, where one was asked for.
+    """
 
     path: Path
     sites: list[SiteReport]
     mods: ModReport
     gate: GateResult
+    comparison: dict[str, Any] | None
     seconds: float
 
 
@@ -112,6 +119,7 @@ def build(config: BuildConfig) -> BuildOutcome:
         check_hopper(replace(inputs.model, linear_bias=biases), limits, config.recipe)
     top_k = min(config.gate_top_k, inputs.model.beam_width)
     bar = _Bars(config.quiet)
+    rows = compare_others(config, limits, inputs.held_out, build, device) if config.compare else []
 
     model = load_checkpoint(config.checkpoint, device)
     cache_weight = sum(parameter.nbytes for parameter in model.parameters()) <= CACHE_BYTES
@@ -154,10 +162,15 @@ def build(config: BuildConfig) -> BuildOutcome:
         with bar("rank quantized", len(inputs.held_out)) as progress:
             quantized = recommend_items(quantized_engine, inputs.catalog, inputs.held_out, top_k, progress)
         gate = compare(quantized, bf16, inputs.targets, inputs.catalog, top_k, config.min_top_k_overlap)
+        compared = None
+        if config.compare:
+            rows.append(measure(config.recipe, stage, sites, gate, config.engine, limits, inputs.held_out, device))
+            compared = comparison(rows, config.recipe, config.engine, device, config.batch)
+            write_json(stage / COMPARISON_FILE, compared)
         _complete(stage, config, inputs, mods, gate.to_dict())
         destination = config.out if gate.passed else rejected
         publish(stage, destination)
-    return BuildOutcome(destination, sites, mods, gate, time.monotonic() - started)
+    return BuildOutcome(destination, sites, mods, gate, compared, time.monotonic() - started)
 
 
 def check_hopper(model: OneRecV2Config, limits: EngineLimits, recipe: str) -> None:
@@ -224,9 +237,13 @@ def _write_descriptions(stage: Path, inputs: _Inputs, sites: list[SiteReport], m
 def _complete(stage: Path, config: BuildConfig, inputs: _Inputs, mods: ModReport, gate: Mapping[str, Any]) -> None:
     """Write what is known of the gate, and the manifest over all files; the bundle can be loaded from then on."""
     write_json(stage / GATE_FILE, gate)
+    model_name = config.checkpoint.resolve().name if config.model_name == "auto" else config.model_name
+    if gate["passed"] is not None:
+        for name, content in report_files(stage, model_name, config.engine).items():
+            (stage / name).write_bytes(content)
     write_manifest(
         stage,
-        model_name=config.checkpoint.resolve().name if config.model_name == "auto" else config.model_name,
+        model_name=model_name,
         engine=config.engine,
         limits=EngineLimits(SERVED_BATCH, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels),
         details={
@@ -309,20 +326,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(format_table(outcome.sites))
     for line in outcome.mods.lines():
         print(line)
+    if outcome.comparison is not None:
+        print(format_comparison(outcome.comparison))
     print(summarize(outcome))
     for warning in outcome.gate.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if outcome.gate.passed:
         return 0
-    costliest = ", ".join(
-        f"{site.name} ({site.choice.recipe}, {site.errors[site.choice.recipe].output.relative_frobenius:.3f})"
-        for site in costliest_sites(outcome.sites, 5)
-    )
-    print(
-        f"gate: top-{outcome.gate.top_k} overlap {outcome.gate.top_k_overlap:.3f} is below --min-top-k-overlap "
-        f"{outcome.gate.min_top_k_overlap:g}; sites with the largest error: {costliest or 'none is quantized'}",
-        file=sys.stderr,
-    )
+    for line in advice(outcome.sites, outcome.gate, config.recipe):
+        print(line, file=sys.stderr)
     return EXIT_GATE
 
 

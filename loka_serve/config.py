@@ -239,6 +239,9 @@ class BuildConfig:
         "precision",
         0.8,
     )
+    compare: bool = setting(
+        Switch(), "build every other recipe as well, for one table of quality, bytes and time", "precision", False
+    )
     seed: int = setting(Integer(0, 1 << 31), "seed of the rows that are picked", "precision", 0)
 
     engine: str = setting(Text("NAME"), "the engine that the bundle is for", "how", "reference")

@@ -109,7 +109,8 @@ def test_a_failing_gate_exits_with_3_and_touches_nothing(
     assert build(folder, out, "--min-top-k-overlap", "1") == EXIT_GATE
     output, errors = capsys.readouterr()
     assert "gate FAILED" in output
-    named = re.findall(r"(\S+) \(fp8_\w+, 0\.\d+\)", errors)
+    assert "with 95 % confidence) is below --min-top-k-overlap 1" in errors
+    named = re.findall(r"^  (\S+) \(fp8_\w+, 0\.\d+\): auto would keep fp8_\w+: ", errors, re.MULTILINE)
     rejected = Bundle.load(tmp_path / "bundle.rejected")
     assert len(named) == 5 and set(named) <= set(rejected.plan.quantized_sites)
     assert rejected.gate["passed"] is False and rejected.gate["top_k_overlap"] < 1

@@ -110,7 +110,7 @@ def test_the_api_process_reads_a_bundle_without_torch(built: Path) -> None:
 
 def test_one_changed_byte_in_any_file_is_refused(bundle: Path) -> None:
     files = sorted(bundle.iterdir())
-    assert len(files) == 9
+    assert len(files) == 11
     for file in files:
         content = file.read_bytes()
         for place in (0, len(content) // 2, len(content) - 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 FONT = "font-family:system-ui,sans-serif;font-size:11px"
@@ -85,7 +85,7 @@ class Chart:
     width: float = 560.0
     height: float = 320.0
     _marks: list[str] = field(default_factory=list)
-    _legend: list[tuple[str, str]] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)
 
     def line(self, name: str, points: Sequence[tuple[float, float]], color: str, dashed: bool = False) -> None:
         """A line through points, with a dot at each and a legend entry."""
@@ -94,7 +94,7 @@ class Chart:
         self._marks.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"{dashes}/>')
         for x, y in points:
             self._dot(x, y, color, 2.4, f"{name}: {self.x.label} {compact(x)}, {self.y.label} {compact(y)}")
-        self._legend.append((name, color))
+        self._names[name] = color
 
     def dot(self, x: float, y: float, color: str, label: str = "", hint: str = "", radius: float = 4.0) -> None:
         """One point, with its label beside it; `hint` shows when the pointer rests on it."""
@@ -102,7 +102,7 @@ class Chart:
         if label:
             right = self.x.place(x) < 0.8
             anchor, shift = ("start", 7) if right else ("end", -7)
-            self._marks.append(_text(self._x(x) + shift, self._y(y) - 5, label, anchor, INK))
+            self._marks.append(caption(self._x(x) + shift, self._y(y) - 5, label, anchor, INK))
 
     def bar_between(self, x: float, low: float, high: float, color: str) -> None:
         """A vertical interval at x."""
@@ -118,7 +118,7 @@ class Chart:
             f'<line x1="{number(MARGIN_LEFT)}" x2="{number(self.width - MARGIN_RIGHT)}" y1="{place}" y2="{place}" '
             f'stroke="{color}" stroke-dasharray="5 4"/>'
         )
-        self._marks.append(_text(self.width - MARGIN_RIGHT, self._y(y) - 4, name, "end", color))
+        self._marks.append(caption(self.width - MARGIN_RIGHT, self._y(y) - 4, name, "end", color))
 
     def rule_at(self, x: float, name: str, color: str = QUIET) -> None:
         """A dashed vertical line with its name."""
@@ -129,24 +129,18 @@ class Chart:
         )
         right = self.x.place(x) < 0.7
         anchor, shift = ("start", 5) if right else ("end", -5)
-        self._marks.append(_text(self._x(x) + shift, MARGIN_TOP + 10, name, anchor, color))
+        self._marks.append(caption(self._x(x) + shift, MARGIN_TOP + 10, name, anchor, color))
 
     def name(self, text: str, color: str) -> None:
         """A legend entry."""
-        self._legend.append((text, color))
+        self._names[text] = color
 
     def text(self) -> str:
         """The SVG element."""
-        rows = _legend_rows(self._legend, self.width - MARGIN_LEFT - MARGIN_RIGHT)
-        height = self.height + LEGEND_ROW * len(rows)
-        body = [_text(MARGIN_LEFT, 16, self.title, "start", INK, bold=True), *self._axes(), *self._marks]
-        for index, row in enumerate(rows):
-            y = self.height + LEGEND_ROW * index + 4
-            for left, name, color in row:
-                body.append(
-                    f'<rect x="{number(MARGIN_LEFT + left)}" y="{number(y - 8)}" width="9" height="9" fill="{color}"/>'
-                )
-                body.append(_text(MARGIN_LEFT + left + 13, y, name, "start", INK))
+        inside = self.width - MARGIN_LEFT - MARGIN_RIGHT
+        height = self.height + LEGEND_ROW * len(_legend_rows(self._names, inside))
+        body = [caption(MARGIN_LEFT, 16, self.title, "start", INK, bold=True), *self._axes(), *self._marks]
+        body += _legend(self._names, MARGIN_LEFT, inside, self.height + 4)
         return document(self.width, height, body, self.title)
 
     def _axes(self) -> list[str]:
@@ -155,12 +149,12 @@ class Chart:
         for tick in self.y.ticks():
             y = number(self._y(tick))
             marks.append(f'<line x1="{number(left)}" x2="{number(right)}" y1="{y}" y2="{y}" stroke="{GRID}"/>')
-            marks.append(_text(left - 6, self._y(tick) + 4, compact(tick), "end", QUIET))
+            marks.append(caption(left - 6, self._y(tick) + 4, compact(tick), "end", QUIET))
         for tick in self.x.ticks():
             x = number(self._x(tick))
             marks.append(f'<line x1="{x}" x2="{x}" y1="{number(MARGIN_TOP)}" y2="{number(bottom)}" stroke="{GRID}"/>')
-            marks.append(_text(self._x(tick), bottom + 15, compact(tick), "middle", QUIET))
-        marks.append(_text((left + right) / 2, bottom + 33, self.x.label, "middle", QUIET))
+            marks.append(caption(self._x(tick), bottom + 15, compact(tick), "middle", QUIET))
+        marks.append(caption((left + right) / 2, bottom + 33, self.x.label, "middle", QUIET))
         middle = (MARGIN_TOP + bottom) / 2
         marks.append(
             f'<text x="14" y="{number(middle)}" transform="rotate(-90 14 {number(middle)})" text-anchor="middle" '
@@ -191,17 +185,21 @@ class Cell:
 
 
 def cell_map(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Cell | None]]], width: float
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[Cell | None]]],
+    width: float,
+    legend: Mapping[str, str] | None = None,
 ) -> str:
-    """A table of colored cells as SVG; None leaves a cell empty."""
+    """A table of colored cells as SVG; None leaves a cell empty. `legend`: what colors mean, name -> color."""
     left, line = min(0.42 * width, 8.0 + 6.4 * max((len(name) for name, _ in rows), default=1)), 17.0
     cell_width = (width - left) / max(1, len(columns))
-    body = [_text(0, 14, title, "start", INK, bold=True)]
+    body = [caption(0, 14, title, "start", INK, bold=True)]
     for index, column in enumerate(columns):
-        body.append(_text(left + (index + 0.5) * cell_width, 34, column, "middle", QUIET))
+        body.append(caption(left + (index + 0.5) * cell_width, 34, column, "middle", QUIET))
     for position, (name, cells) in enumerate(rows):
         y = 42 + position * line
-        body.append(_text(left - 6, y + 12, name, "end", INK))
+        body.append(caption(left - 6, y + 12, name, "end", INK))
         for index, cell in enumerate(cells):
             if cell is None:
                 continue
@@ -211,8 +209,10 @@ def cell_map(
                 f'fill="{cell.color}"><title>{escape(cell.hint)}</title></rect>'
             )
             ink = "#fff" if _is_dark(cell.color) else INK
-            body.append(_text(x + cell_width / 2, y + 12, cell.text, "middle", ink))
-    return document(width, 46 + line * len(rows), body, title)
+            body.append(caption(x + cell_width / 2, y + 12, cell.text, "middle", ink))
+    bottom = 46 + line * len(rows)
+    body += _legend(legend or {}, 0.0, width, bottom + 12)
+    return document(width, bottom + (LEGEND_ROW * len(_legend_rows(legend or {}, width))), body, title)
 
 
 def document(width: float, height: float, body: Sequence[str], title: str) -> str:
@@ -237,7 +237,8 @@ def _is_dark(color: str) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
 
-def _text(x: float, y: float, text: str, anchor: str, color: str, bold: bool = False) -> str:
+def caption(x: float, y: float, text: str, anchor: str, color: str, bold: bool = False) -> str:
+    """A text element; `anchor` is start, middle or end."""
     weight = ";font-weight:600" if bold else ""
     return (
         f'<text x="{number(x)}" y="{number(y)}" text-anchor="{anchor}" fill="{color}" style="{FONT}{weight}">'
@@ -245,10 +246,20 @@ def _text(x: float, y: float, text: str, anchor: str, color: str, bold: bool = F
     )
 
 
-def _legend_rows(entries: Sequence[tuple[str, str]], width: float) -> list[list[tuple[float, str, str]]]:
+def _legend(names: Mapping[str, str], left: float, width: float, top: float) -> list[str]:
+    body = []
+    for index, row in enumerate(_legend_rows(names, width)):
+        y = top + LEGEND_ROW * index
+        for shift, name, color in row:
+            body.append(f'<rect x="{number(left + shift)}" y="{number(y - 8)}" width="9" height="9" fill="{color}"/>')
+            body.append(caption(left + shift + 13, y, name, "start", INK))
+    return body
+
+
+def _legend_rows(names: Mapping[str, str], width: float) -> list[list[tuple[float, str, str]]]:
     rows: list[list[tuple[float, str, str]]] = []
     left = width
-    for name, color in entries:
+    for name, color in names.items():
         needed = 26 + 6.2 * len(name)
         if not rows or left + needed > width:
             rows.append([])
