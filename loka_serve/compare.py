@@ -139,7 +139,8 @@ def comparison(rows: Sequence[Row], chosen: str, engine: str, device: torch.devi
     ordered = sorted(rows, key=lambda row: RECIPES.index(row.recipe))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     timed_on = f"{engine} engine on {name}, batches of {batch}"
-    if engine == "reference":
+    emulated = engine == "reference"
+    if emulated:
         timed_on += (
             "; it computes 8-bit numerics in wider formats, so its times say nothing about FP8's speed on Hopper"
         )
@@ -147,6 +148,7 @@ def comparison(rows: Sequence[Row], chosen: str, engine: str, device: torch.devi
     return {
         "chosen": chosen,
         "timed_on": timed_on,
+        "emulated": emulated,
         "headings": headings,
         "table": table,
         "rows": [

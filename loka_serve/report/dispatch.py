@@ -23,17 +23,18 @@ def speed_by_rows(sites: Sequence[Record], dispatch: Record | None) -> dict[str,
     """
     if dispatch is None:
         return {"measured": False, "reason": NOT_MEASURED, "environment": {}, "cells": []}
-    by_shape: dict[tuple[str, int, int], list[Record]] = {}
+    by_shape: dict[tuple[str, str, int, int], list[Record]] = {}
     for entry in dispatch["entries"]:
         shape = entry["shape"]
-        by_shape.setdefault((shape["recipe"], shape["n"], shape["k"]), []).append(entry)
+        by_shape.setdefault((shape["op"], shape["recipe"], shape["n"], shape["k"]), []).append(entry)
     cells = []
     for site in sites:
         recipe = site["choice"]["recipe"]
         if site["kind"] == "grouped":
             continue  # experts are timed by a sweep of their own, not by this table
         n, k = site["shape"][-2:]
-        of_site = by_shape.get((recipe, n, k), [])
+        op = "linear_float32" if site["kind"] in ("head", "router") else "linear"  # what decides keeps its precision
+        of_site = by_shape.get((op, recipe, n, k), [])
         cells += [_cell(site["name"], entry) for entry in sorted(of_site, key=lambda entry: entry["shape"]["rows"])]
     if not cells:
         return {"measured": False, "reason": NO_ENTRIES, "environment": dispatch["environment"], "cells": []}

@@ -24,7 +24,8 @@ h1{font-size:20px;margin:0 0 4px}h2{font-size:16px;margin:28px 0 8px}
 .two{display:grid;grid-template-columns:1fr 1fr;gap:12px}.two section{margin:0}
 table{border-collapse:collapse;width:100%}th,td{padding:3px 8px;text-align:right;border-bottom:1px solid #e9edf1}
 th:first-child,td:first-child,.text{text-align:left}th{font-weight:600;color:#5c6b7e}
-ul{margin:6px 0;padding-left:18px}svg{max-width:100%;height:auto}.wide{overflow-x:auto}
+ul{margin:6px 0;padding-left:18px}svg{max-width:100%;height:auto}
+.wide{overflow-x:auto}.wide td{white-space:nowrap}.wide td.text{white-space:normal}
 @media(max-width:720px){.tiles,.two{grid-template-columns:1fr 1fr}}
 """
 
@@ -87,7 +88,7 @@ def _tiles(report: Record) -> str:
 def _speed_tile(report: Record) -> tuple[str, str]:
     """What quantization gained in time: measured end to end, else of GEMMs, else a model, and it says which."""
     comparison = report["comparison"]
-    if comparison is not None:
+    if comparison is not None and not comparison["emulated"]:
         times = {row["recipe"]: row["milliseconds_per_history"] for row in comparison["rows"]}
         ours, bf16 = times.get(comparison["chosen"]), times.get("bf16")
         if ours and bf16:
@@ -160,7 +161,7 @@ def _comparison(comparison: Record | None) -> str:
     if comparison is None:
         return ""
     return (
-        f"<section><b>All recipes</b>{_table(comparison['headings'], comparison['table'])}"
+        f'<section class="wide"><b>All recipes</b>{_table(comparison["headings"], comparison["table"])}'
         f'<p class="quiet">Time: {escape(comparison["timed_on"])}.</p></section>'
     )
 

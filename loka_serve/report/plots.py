@@ -159,7 +159,8 @@ def comparison_chart(comparison: Record) -> str:
     x = Axis.over("ms a history", [row["milliseconds_per_history"] for row in timed])
     ends = [end for row in timed for end in row["gate"]["top_k_interval"]]
     y = Axis.over("top-K overlap with BF16", [*ends, 1.0])
-    chart = Chart("Agreement against time", x, y, width=WIDTH, height=340)
+    title = "Agreement against time" + (" (8 bits emulated)" if comparison["emulated"] else "")
+    chart = Chart(title, x, y, width=WIDTH, height=340)
     for row in timed:
         recipe, time = row["recipe"], row["milliseconds_per_history"]
         color = INK if recipe == "auto" else RECIPE_COLORS.get(recipe, QUIET)

@@ -100,7 +100,7 @@ class Chart:
         """One point, with its label beside it; `hint` shows when the pointer rests on it."""
         self._dot(x, y, color, radius, hint or label)
         if label:
-            right = self.x.place(x) < 0.8
+            right = self.x.place(x) < 0.6
             anchor, shift = ("start", 7) if right else ("end", -7)
             self._marks.append(caption(self._x(x) + shift, self._y(y) - 5, label, anchor, INK))
 
@@ -260,7 +260,7 @@ def _legend_rows(names: Mapping[str, str], width: float) -> list[list[tuple[floa
     rows: list[list[tuple[float, str, str]]] = []
     left = width
     for name, color in names.items():
-        needed = 26 + 6.2 * len(name)
+        needed = 32 + 6.6 * len(name)
         if not rows or left + needed > width:
             rows.append([])
             left = 0.0

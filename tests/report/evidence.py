@@ -90,4 +90,11 @@ def comparison() -> dict[str, Any]:
         for recipe, time in (("bf16", 3.0), ("auto", 2.0))
     ]
     table = [["bf16", "3"], ["auto", "2"]]
-    return {"chosen": "auto", "timed_on": "a GPU", "headings": ["recipe", "ms"], "table": table, "rows": rows}
+    return {
+        "chosen": "auto",
+        "timed_on": "a GPU",
+        "emulated": False,
+        "headings": ["recipe", "ms"],
+        "table": table,
+        "rows": rows,
+    }

@@ -35,6 +35,8 @@ def test_speed_by_rows_takes_the_fastest_library_and_says_where_nothing_was_meas
         (4096, "triton", 4.0),
     ]
     assert speed_by_rows(probe()["sites"], None)["reason"] == NOT_MEASURED
+    other_output = [{**entry, "shape": {**entry["shape"], "op": "linear_float32"}} for entry in dispatch()["entries"]]
+    assert not speed_by_rows(probe()["sites"], {**dispatch(), "entries": other_output})["measured"]
     nothing = speed_by_rows(probe()["sites"], {**dispatch(), "entries": []})
     assert (nothing["measured"], nothing["reason"]) == (False, NO_ENTRIES)
 

@@ -98,6 +98,8 @@ def test_without_measurements_it_says_so() -> None:
 
 def test_speed_is_the_measured_one_where_there_is_one() -> None:
     assert "1.50x speed over BF16, measured end to end: a GPU" in page(comparison=comparison()).text
+    emulated = page(comparison={**comparison(), "emulated": True}).text
+    assert "measured end to end" not in emulated and "not timed here" in emulated
     assert "2.00x speed of all GEMMs over BF16; 71% of it measured" in page(dispatch=dispatch()).text
 
 
