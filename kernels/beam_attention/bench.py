@@ -15,7 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..benchmarking import KernelRow, copies_beyond_l2, make_row, time_us
 from . import reference
-from .configurations import CANDIDATES, FEW_ROWS_CANDIDATES, IN_USE, Configuration
+from .configurations import (
+    CANDIDATES,
+    FEW_ROWS_CANDIDATES,
+    IN_USE,
+    WARP_SPECIALIZED,
+    Configuration,
+    WarpSpecialized,
+)
 from .triton import beam_attention, beam_attention_fp8
 from .triton_context import clear_padding, quantize_context
 
@@ -50,7 +57,13 @@ SHAPES = (
     Shape(8, 1, 3000),
     Shape(32, 1, 3000),
 )
-SWEPT = (Shape(8, 512, 3000), Shape(8, 512, 3000, ragged=True), Shape(1, 512, 3000), Shape(8, 128, 512))
+SWEPT = (
+    Shape(32, 512, 3000),
+    Shape(8, 512, 3000),
+    Shape(8, 512, 3000, ragged=True),
+    Shape(1, 512, 3000),
+    Shape(8, 128, 512),
+)
 SWEPT_FEW_ROWS = (Shape(1, 1, 3000), Shape(8, 1, 3000))
 
 
@@ -125,13 +138,15 @@ def make_inputs(shape: Shape) -> list[Inputs]:
 
 
 def kernels(
-    inputs: list[Inputs], configuration: Configuration | None = None
+    inputs: list[Inputs], configuration: Configuration | WarpSpecialized | None = None
 ) -> Iterator[tuple[str, Callable[..., Tensor], list[tuple[object, ...]]]]:
     """(precision, call, its arguments for each input) of both kernels; contexts are rounded beforehand."""
-    bf16: list[tuple[object, ...]] = [
-        (one.query, one.keys, one.keys, one.lengths, one.beam_counts, None, one.out, configuration) for one in inputs
-    ]
-    yield "BF16", beam_attention, bf16
+    if not isinstance(configuration, WarpSpecialized):
+        bf16: list[tuple[object, ...]] = [
+            (one.query, one.keys, one.keys, one.lengths, one.beam_counts, None, one.out, configuration)
+            for one in inputs
+        ]
+        yield "BF16", beam_attention, bf16
     fp8: list[tuple[object, ...]] = [
         (
             one.query,
@@ -159,10 +174,10 @@ def sdpa(backend: SDPBackend, inputs: list[Inputs]) -> tuple[Callable[..., Tenso
 
 def sweep() -> None:
     """Print the time of every candidate at the shapes that matter, fastest first; `*` marks what the table chooses."""
-    for shapes, candidates in ((SWEPT, CANDIDATES), (SWEPT_FEW_ROWS, FEW_ROWS_CANDIDATES)):
+    for shapes, candidates in ((SWEPT, CANDIDATES + WARP_SPECIALIZED), (SWEPT_FEW_ROWS, FEW_ROWS_CANDIDATES)):
         for shape in shapes:
             inputs = make_inputs(shape)
-            times: dict[str, list[tuple[float, Configuration]]] = {"BF16": [], "FP8": []}
+            times: dict[str, list[tuple[float, Configuration | WarpSpecialized]]] = {"BF16": [], "FP8": []}
             for candidate in candidates:
                 for precision, call, arguments in kernels(inputs, candidate):
                     try:

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configurations import Configuration, choose
+from . import cuda
+from .configurations import Configuration, WarpSpecialized, choose, choose_fp8
 from .reference import LEAST_FP8_WIDTH, Fp8Context
 from .triton_schedule import group_offset, load_request, merge_kernel, row_offsets, share_of_program
 from .triton_tile import attend, quantize_rows
@@ -156,12 +157,21 @@ def beam_attention_fp8(
     beam_counts: Tensor,
     scale: float | None = None,
     out: Tensor | None = None,
-    configuration: Configuration | None = None,
+    configuration: Configuration | WarpSpecialized | None = None,
 ) -> Tensor:
     """As `beam_attention` over the codes of `triton_context.quantize_context`, which need no clearing."""
     batch, groups, slots, width = context.keys.shape
     _check(query, context.keys.transpose(1, 2)[..., : query.shape[3]], None, lengths, beam_counts)
-    block = _configuration(query, groups, slots, configuration)
+    block = configuration
+    if block is None and cuda.warp_specialized_takes(query.shape[3], query.device):
+        rows = query.shape[1] * query.shape[2] // groups
+        block = choose_fp8(rows, batch * groups, slots, _multiprocessors(query.device))
+    if isinstance(block, WarpSpecialized):
+        out = _output(query, out)
+        exponent_scale = query.shape[3] ** -0.5 if scale is None else scale
+        cuda.beam_attention_fp8(query, context, lengths, beam_counts, exponent_scale, out, block)
+        return out
+    block = _configuration(query, groups, slots, block)
     keys, values = (
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, *shape])
         for tensor, shape in (
@@ -185,6 +195,13 @@ def _configuration(query: Tensor, groups: int, slots: int, configuration: Config
     return configuration or choose(beams * heads // groups, batch * groups, slots, _multiprocessors(query.device))
 
 
+def _output(query: Tensor, out: Tensor | None) -> Tensor:
+    out = torch.zeros_like(query) if out is None else out
+    if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous bfloat16 {list(query.shape)}")
+    return out
+
+
 def _launch(
     query: Tensor,
     operands: tuple[TensorDescriptor, TensorDescriptor, Tensor | None, Tensor | None],
@@ -199,9 +216,7 @@ def _launch(
     batch, beams, heads, head_dim = query.shape
     slots, groups = slots_and_groups
     fp8 = operands[2] is not None
-    out = torch.zeros_like(query) if out is None else out
-    if out.shape != query.shape or out.dtype != query.dtype or not out.is_contiguous():
-        raise ValueError(f"out: expected contiguous bfloat16 {list(query.shape)}")
+    out = _output(query, out)
     width = max(head_dim, LEAST_FP8_WIDTH) if fp8 else head_dim
     tiles = batch * groups * triton.cdiv(beams * heads // groups, block.block_rows)
     programs = tiles

@@ -15,6 +15,7 @@ from . import baselines, reference
 from .block import moe_block
 from .combine import combine, combine_norm_quantize
 from .configurations import Configuration, choose_configuration
+from .cuda import warp_specialized_takes
 from .libraries import deep_gemm_takes
 from .reference import ExpertWeights, SortedRows
 from .routing import route, sort_rows
@@ -45,7 +46,8 @@ def rows(tokens: Sequence[int] = TOKENS) -> Iterator[KernelRow]:
         weights = make_weights(fp8)
         for count in tokens:
             library = deep_gemm_takes(weights.gate_up_scale, weights.gate_up)
-            configuration = choose_configuration(count * SLOTS, EXPERTS, fp8, library)
+            specialized = warp_specialized_takes(weights.gate_up, weights.gate_up_scale)
+            configuration = choose_configuration(count * SLOTS, EXPERTS, fp8, library, specialized)
             batches = make_batches(count, weights, configuration)
             if not fp8:
                 yield from _routing_rows(count, batches)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .combine import combine
 from .configurations import Configuration, choose_configuration
+from .cuda import warp_specialized_takes
 from .experts import expert_linear, gate_up_swiglu
 from .libraries import deep_gemm_takes, with_groups
 from .reference import ExpertWeights
@@ -33,9 +34,13 @@ def expert_outputs(
     shared_experts = experts - len(selection_bias)
     if configuration is None:
         pairs = ((weights.gate_up_scale, weights.gate_up), (weights.down_scale, weights.down))
-        library = all(deep_gemm_takes(weight_scale, weight) for weight_scale, weight in pairs)
-        row_count = len(x) * (top_k + shared_experts)
-        configuration = choose_configuration(row_count, experts, fp8=scale is not None, library=library)
+        configuration = choose_configuration(
+            len(x) * (top_k + shared_experts),
+            experts,
+            fp8=scale is not None,
+            library=all(deep_gemm_takes(weight_scale, weight) for weight_scale, weight in pairs),
+            warp_specialized=all(warp_specialized_takes(weight, weight_scale) for weight_scale, weight in pairs),
+        )
     block_m = configuration.gate_up.block_m
     slot_weights, rows = route_and_sort(logits, selection_bias, top_k, shared_experts, block_m)
     if configuration.library is not None:

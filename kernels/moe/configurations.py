@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .cuda import WarpSpecialized
 from .experts import Implementation, Tiling
 from .libraries import DeepGemm
 
@@ -24,6 +25,11 @@ class Configuration:
             raise ValueError(f"gate_up in blocks of {self.gate_up.block_m} rows, down of {self.down.block_m}")
         if len({use for use in (self.gate_up, self.down) if isinstance(use, DeepGemm)}) > 1:
             raise ValueError("gate_up and down take the groups of their rows in two ways")
+
+    @property
+    def warp_specialized(self) -> bool:
+        """Whether a GEMM runs in the kernel in CUDA C++."""
+        return isinstance(self.gate_up, WarpSpecialized) or isinstance(self.down, WarpSpecialized)
 
     @property
     def library(self) -> DeepGemm | None:
@@ -44,8 +50,8 @@ FP8_CONFIGURATIONS: Table = (
             Tiling(64, warps=8, stages=4, persistent=1, described=True), Tiling(64, warps=4, stages=3, described=True)
         ),
     ),
-    (600, Configuration(FP8_GATE_UP, DeepGemm())),
-    (float("inf"), Configuration(DeepGemm(), DeepGemm())),
+    (float("inf"), Configuration(WarpSpecialized(group_m=2), DeepGemm())),
+    (float("inf"), Configuration(WarpSpecialized(group_m=2), WarpSpecialized(group_m=2))),
     (float("inf"), Configuration(FP8_GATE_UP, Tiling(128, warps=8, stages=3, paired=True, described=True))),
 )
 BF16_GATE_UP = Tiling(128, warps=8, stages=4, described=True)
@@ -60,12 +66,18 @@ BF16_CONFIGURATIONS: Table = (
 
 
 def choose_configuration(
-    rows: int, experts: int, fp8: bool, library: bool = False, table: Table | None = None
+    rows: int,
+    experts: int,
+    fp8: bool,
+    library: bool = False,
+    warp_specialized: bool = False,
+    table: Table | None = None,
 ) -> Configuration:
     """The entry for so many (token, slot) rows over so many experts; known from shapes, fixed at capture.
 
     Args:
         library: whether entries may use the library, see `libraries.deep_gemm_takes`.
+        warp_specialized: whether they may use the kernel in CUDA C++, see `cuda.warp_specialized_takes`.
         table: in the place of the recipe's own.
     """
     if table is None:
@@ -73,5 +85,7 @@ def choose_configuration(
     return next(
         configuration
         for limit, configuration in table
-        if rows <= limit * experts and (library or configuration.library is None)
+        if rows <= limit * experts
+        and (library or configuration.library is None)
+        and (warp_specialized or not configuration.warp_specialized)
     )

@@ -1,6 +1,7 @@
 """The two grouped GEMMs of the block as functions: checks, outputs and launches of the kernel in `triton.py`.
 
-With a `DeepGemm` in the place of a `Tiling` they run in that library, see `libraries.py`.
+With a `WarpSpecialized` in the place of a `Tiling` they run in a kernel in CUDA C++, see `cuda.py`; with a `DeepGemm` in
+that library, see `libraries.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantize.triton import BLOCK_SCALES, NO_SCALES, ROW_SCALES, allocate_scales
+from .cuda import WarpSpecialized, warp_specialized_linear
 from .libraries import DeepGemm, deep_gemm_linear, deep_gemm_swiglu
 from .reference import SortedRows
 from .sorted_rows import gather_rows
@@ -45,7 +47,7 @@ class Tiling:
     group_m: int = 8
 
 
-Implementation = Tiling | DeepGemm
+Implementation = Tiling | WarpSpecialized | DeepGemm
 
 
 def gate_up_swiglu(
@@ -71,6 +73,10 @@ def gate_up_swiglu(
         assert rows is not None
         _check(x, scale, weight, weight_scale, rows, tiling.block_m)
         return deep_gemm_swiglu(x, scale, weight, weight_scale, rows, tiling, quantize)
+    if isinstance(tiling, WarpSpecialized):
+        if not quantize:
+            raise ValueError(f"{tiling}: it quantizes the activated values, got quantize = False")
+        return _launch_specialized(x, scale, weight, weight_scale, rows, tiling, swiglu=True)
     return _launch(x, scale, weight, weight_scale, rows, tiling, swiglu=True, quantize=quantize)
 
 
@@ -92,7 +98,24 @@ def expert_linear(
         assert rows is not None
         _check(x, scale, weight, weight_scale, rows, tiling.block_m)
         return deep_gemm_linear(x, scale, weight, weight_scale, rows, tiling)
+    if isinstance(tiling, WarpSpecialized):
+        return _launch_specialized(x, scale, weight, weight_scale, rows, tiling, swiglu=False)[0]
     return _launch(x, scale, weight, weight_scale, rows, tiling, swiglu=False, quantize=False)[0]
+
+
+def _launch_specialized(
+    x: Tensor,
+    scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    rows: SortedRows | None,
+    tiling: WarpSpecialized,
+    swiglu: bool,
+) -> tuple[Tensor, Tensor | None]:
+    scales = _check(x, scale, weight, weight_scale, rows, tiling.block_m)
+    if rows is None or scales != BLOCK_SCALES or scale is None or weight_scale is None:
+        raise ValueError(f"{tiling}: expected sorted rows and block scales")
+    return warp_specialized_linear(x, scale, weight, weight_scale, rows, tiling, swiglu)
 
 
 def _launch(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..benchmarking import dequantized, relative_error, time_us
 from .configurations import Configuration
+from .cuda import WarpSpecialized
 from .experts import Implementation, Tiling
 from .libraries import DeepGemm, deep_gemm_takes, with_groups
 from .reference import ExpertWeights
@@ -30,6 +31,7 @@ EACH = 64
 
 # Makes the batches that all candidates of as many rows a block are timed with.
 BASE = {16: Tiling(16, 4, 3), 64: Tiling(64, 4, 2), 128: Tiling(128, 8, 3)}
+SPECIALIZED = (WarpSpecialized(), WarpSpecialized(group_m=4), WarpSpecialized(group_m=16))
 LIBRARY = (DeepGemm(ends=True), DeepGemm(ends=False))
 GATE_UP: dict[int, tuple[Tiling, ...]] = {
     16: (
@@ -124,6 +126,8 @@ def candidates(op: str, recipe: str, tokens: int, block_m: int) -> tuple[Impleme
     if block_m == 128 and tokens < 512:
         return FEW[op] + LIBRARY
     own = tuple(tiling for table in OWN[op, recipe] for tiling in table.get(block_m, ()))
+    if block_m == 128 and recipe == "fp8_block":
+        own += SPECIALIZED
     return own + (LIBRARY if block_m == 128 else ())
 
 

@@ -166,14 +166,19 @@ def test_block_by_the_library(monkeypatch: pytest.MonkeyPatch, recipe: str, ends
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     from loka_serve.kernels.moe import libraries
-    from loka_serve.kernels.moe.configurations import Configuration, choose_configuration
+    from loka_serve.kernels.moe.configurations import Configuration, Table, choose_configuration
+    from loka_serve.kernels.moe.cuda import WarpSpecialized
     from loka_serve.kernels.moe.experts import Tiling, expert_linear
 
     library, own = libraries.DeepGemm(), Tiling(128, 8, 3)
-    table = ((4, Configuration(library, own)), (4, Configuration(own, own)), (9, Configuration(own, library)))
-    assert choose_configuration(8, 2, True, True, table).library == library
-    assert choose_configuration(8, 2, True, False, table).library is None
-    assert choose_configuration(18, 2, True, True, table).down == library
+    table: Table = ((4, Configuration(library, own)), (4, Configuration(own, own)), (9, Configuration(own, library)))
+    assert choose_configuration(8, 2, True, library=True, table=table).library == library
+    assert choose_configuration(8, 2, True, library=False, table=table).library is None
+    assert choose_configuration(18, 2, True, library=True, table=table).down == library
+    specialized = Configuration(WarpSpecialized(), library)
+    table = ((9, specialized), *table)
+    assert choose_configuration(8, 2, True, library=True, warp_specialized=True, table=table) == specialized
+    assert choose_configuration(8, 2, True, library=True, table=table).gate_up == library
     with pytest.raises(ValueError, match="blocks of 128 rows, down of 64"):
         Configuration(own, replace(own, block_m=64))
     with pytest.raises(ValueError, match="in two ways"):
