@@ -35,7 +35,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class WarpSpecialized:
-    """Shape of a launch of the kernel in CUDA C++, for E4M3 contexts and heads of 128: tiles of 128 rows, blocks of 128.
+    """Shape of a launch of the kernel in CUDA C++, for E4M3 contexts and heads of 128: tiles and blocks of 128.
 
     Attributes:
         split: one program on each multiprocessor with equal shares; otherwise every tile has a program of its own.

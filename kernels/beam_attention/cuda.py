@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..nvrtc import Kernel, compile_kernel, describe_bytes
+from ..nvrtc import Argument, Kernel, compile_kernel, describe_bytes
 from .configurations import WarpSpecialized
 from .reference import Fp8Context
 from .triton_schedule import merge_kernel
@@ -20,8 +20,8 @@ SOURCE = Path(__file__).with_name("beam_attention_fp8.cu")
 HEAD_DIM = 128
 TILE_ROWS, BLOCK_SLOTS = 128, 128
 THREADS = 384
-# Five stages of keys and values, queries and their largest magnitudes of two warp groups, barriers, and what it takes to
-# align them to 1 KiB.
+# Five stages of keys and values with their barriers, queries and their largest magnitudes of two warp groups, and what
+# it takes to align them to 1 KiB.
 SHARED_BYTES = 5 * (2 * 128 * 128 + 24) + 2 * 64 * (128 + 4) + 1024
 MERGE_ROWS = 16
 
@@ -58,7 +58,7 @@ def beam_attention_fp8(
     parts = [2 * programs * TILE_ROWS] if configuration.split else [0]
     workspace = [torch.empty(*shape, device=query.device) for shape in ([*parts, width], parts, parts)]
     exponents = scale * math.log2(math.e)
-    arguments = [
+    arguments: list[Argument] = [
         query,
         describe_bytes(context.keys.view(-1, width), BLOCK_SLOTS),
         describe_bytes(context.values.view(-1, slots), width),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..nvrtc import Kernel, compile_kernel, describe_bytes
+from ..nvrtc import Argument, Kernel, compile_kernel, describe_bytes
 from ..quantize.triton import BLOCK_SCALES, allocate_scales
 from .reference import SortedRows
 
@@ -72,7 +72,7 @@ def warp_specialized_linear(
         return out, out_scale
     index = x.device.index
     tiles = blocks * -(-width // (128 if swiglu else 256))
-    arguments = [
+    arguments: list[Argument] = [
         x,
         scale,
         scale.stride(0),

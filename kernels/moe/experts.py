@@ -1,7 +1,7 @@
 """The two grouped GEMMs of the block as functions: checks, outputs and launches of the kernel in `triton.py`.
 
-With a `WarpSpecialized` in the place of a `Tiling` they run in a kernel in CUDA C++, see `cuda.py`; with a `DeepGemm` in
-that library, see `libraries.py`.
+With a `WarpSpecialized` in the place of a `Tiling` they run in a kernel in CUDA C++, see `cuda.py`; with a `DeepGemm`
+in that library, see `libraries.py`.
 """
 
 from __future__ import annotations

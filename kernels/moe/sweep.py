@@ -125,7 +125,7 @@ def candidates(op: str, recipe: str, tokens: int, block_m: int) -> tuple[Impleme
         return ()
     if block_m == 128 and tokens < 512:
         return FEW[op] + LIBRARY
-    own = tuple(tiling for table in OWN[op, recipe] for tiling in table.get(block_m, ()))
+    own: tuple[Implementation, ...] = tuple(tiling for table in OWN[op, recipe] for tiling in table.get(block_m, ()))
     if block_m == 128 and recipe == "fp8_block":
         own += SPECIALIZED
     return own + (LIBRARY if block_m == 128 else ())

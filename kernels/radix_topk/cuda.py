@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loka_serve.kernels.nvrtc import Kernel, compile_kernel
+from loka_serve.kernels.nvrtc import Argument, Kernel, compile_kernel
 
 SOURCE = Path(__file__).with_name("radix_topk.cu")
 MAX_K = 1024
@@ -148,7 +148,7 @@ def _long_rows(scores: Tensor, k: int, ragged: tuple[Tensor, int], values: Tenso
     else:
         counts.zero_()  # too short to sample: read by topk_finish as a failed guess
     kernel = _kernel("topk_finish", LONG_ROWS, scores)
-    arguments = [k, *ragged, thresholds, counts, collected, COLLECTED_ROOM, values, indices]
+    arguments: list[Argument] = [k, *ragged, thresholds, counts, collected, COLLECTED_ROOM, values, indices]
     _launch(kernel, LONG_ROWS, (rows, 1, 1), scores, arguments)
 
 
@@ -164,7 +164,7 @@ def _kernel(name: str, configuration: Configuration, scores: Tensor) -> Kernel:
 
 
 def _launch(
-    kernel: Kernel, configuration: Configuration, grid: tuple[int, int, int], scores: Tensor, arguments: list[object]
+    kernel: Kernel, configuration: Configuration, grid: tuple[int, int, int], scores: Tensor, arguments: list[Argument]
 ) -> None:
-    leading = [scores, scores.shape[1], scores.stride(0)]
+    leading: list[Argument] = [scores, scores.shape[1], scores.stride(0)]
     kernel(grid=grid, block=(configuration.threads, 1, 1), args=leading + arguments)
