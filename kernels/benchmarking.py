@@ -71,6 +71,7 @@ def time_us(call: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], repeats
     Outputs stay alive until the end of a replay, so that calls do not write over each other's results.
     """
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # where the inputs may still be in the making
     with torch.cuda.stream(stream):
         for arguments in inputs[:2]:
             call(*arguments)
