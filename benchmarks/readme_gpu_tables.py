@@ -136,31 +136,64 @@ def kernels_table(result: Result) -> str:
 
 
 def top_k_table(result: Result) -> str:
-    """The fastest configuration at each shape, on scores as beams have them."""
-    best: dict[str, Row] = {}
+    """Each shape beside every library."""
+    times: dict[str, dict[str, float]] = {}
     for row in result["rows"]:
-        if row["scores"] == "beams" and row["exact"] and row["us"] < best.get(row["shape"], row | {"us": 1e9})["us"]:
-            best[row["shape"]] = row
+        if row["op"] == "radix_topk":
+            times.setdefault(row["shape"], {"ours": row["us"]})[row["baseline"]] = row["baseline_us"]
+    libraries = list(dict.fromkeys(name for row in times.values() for name in row if name != "ours"))
     lines = [
-        [shape, f"{row['us']:.1f}", f"{row['torch_us']:.0f}", f"{row['ratio']:.1f}x"] for shape, row in best.items()
+        [
+            shape,
+            f"{row['ours']:.1f}",
+            *(text for name in libraries for text in (_number(row.get(name), 0), _ratio(row.get(name), row["ours"]))),
+        ]
+        for shape, row in times.items()
     ]
-    header = ["exact, sorted top-k of float32", "us", "torch.topk, us", "speedup"]
-    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+    header = [
+        "exact, sorted top-k of float32",
+        "us",
+        *(text for name in libraries for text in (f"{name}, us", "speedup")),
+    ]
+    return f"{markdown_table(header, lines)}\n\n{_source(result)}" if lines else ""
+
+
+def moe_table(result: Result) -> str:
+    """The whole MoE block, router to combination, in both precisions."""
+    blocks = {row["shape"]: row for row in result["rows"] if row["op"] == "moe_block"}
+    lines = []
+    for shape, fp8 in blocks.items():
+        tokens, _, recipe = shape.rpartition(", ")
+        if recipe == "fp8_block":
+            bf16 = blocks[f"{tokens}, bf16"]
+            times = [f"{bf16['us']:.1f}", f"{bf16['tflops']:.0f}", f"{fp8['us']:.1f}", f"{fp8['tflops']:.0f}"]
+            eager = _ratio(bf16["baseline_us"], bf16["us"])
+            lines.append([tokens, *times, _ratio(bf16["us"], fp8["us"]), eager])
+    header = [
+        "MoE block",
+        "BF16, us",
+        "TFLOP/s",
+        "FP8, us",
+        "TFLOP/s",
+        "FP8 over BF16",
+        "BF16 over torch's grouped GEMM",
+    ]
+    return f"{markdown_table(header, lines)}\n\n{_source(result)}" if lines else ""
 
 
 def attention_table(result: Result) -> str:
-    """The fastest configuration at each shape."""
-    best: dict[tuple[str, str], Row] = {}
-    for row in result["rows"]:
-        key = (row["shape"], row["precision"])
-        if row["us"] < best.get(key, {"us": 1e9})["us"]:
-            best[key] = row
+    """Each shape in both precisions, beside the fastest library in BF16."""
+    times: dict[str, dict[str, Row]] = {}
+    for row in _fastest_baselines([row for row in result["rows"] if row["op"] == "beam_attention"]):
+        shape, _, precision = row["shape"].rpartition(" ")
+        times.setdefault(shape, {})[precision] = row
     lines = []
-    for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
-        pair = [best[shape, precision] for precision in ("BF16", "FP8")]
-        lines.append([shape, *(text for row in pair for text in (f"{row['us']:.1f}", f"{row['tflops']:.0f}"))])
-    header = ["beam attention, 11 heads of 128", "BF16, us", "TFLOP/s", "FP8, us", "TFLOP/s"]
-    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+    for shape, row in times.items():
+        pair = [row[precision] for precision in ("BF16", "FP8")]
+        ours = [text for one in pair for text in (f"{one['us']:.1f}", f"{one['tflops']:.0f}")]
+        lines.append([shape, *ours, f"{pair[0]['baseline']}, {pair[0]['baseline_us']:.1f}"])
+    header = ["beam attention, 11 heads of 128", "BF16, us", "TFLOP/s", "FP8, us", "TFLOP/s", "fastest other, us"]
+    return f"{markdown_table(header, lines)}\n\n{_source(result)}" if lines else ""
 
 
 def _fastest_baselines(rows: list[Row]) -> Iterable[Row]:
@@ -200,16 +233,18 @@ GPU_TABLES: dict[str, Callable[[Result], str]] = {
     "kernels": kernels_table,
 }
 """By the name of the marker and of the result file."""
-SWEEP_TABLES: dict[str, tuple[str, Callable[[Result], str]]] = {
-    "top_k": ("sweeps/radix_topk.json", top_k_table),
-    "attention": ("sweeps/beam_attention.json", attention_table),
+KERNEL_TABLES: dict[str, Callable[[Result], str]] = {
+    "top_k": top_k_table,
+    "moe": moe_table,
+    "attention": attention_table,
 }
-"""By the name of the marker: the file of a sweep over configurations, and its table."""
+"""By the name of the marker: further tables of the kernels' result file."""
 
 
 def gpu_tables(directory: Path) -> dict[str, str]:
     """The tables of the result files that are there."""
-    sources = {name: (f"{name}.json", table) for name, table in GPU_TABLES.items()} | SWEEP_TABLES
+    sources = {name: (f"{name}.json", table) for name, table in GPU_TABLES.items()}
+    sources |= {name: ("kernels.json", table) for name, table in KERNEL_TABLES.items()}
     return {
         name: table(json.loads((directory / path).read_text()))
         for name, (path, table) in sources.items()
