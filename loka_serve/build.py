@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 import loka_serve
+from loka_serve.build_probe import prefers_speed, probe_model
 from loka_serve.bundle import (
     CATALOG_FILE,
     CONFIG_FILE,
@@ -54,7 +55,7 @@ from loka_serve.mods.run import rewrite_model
 from loka_serve.probe.collect import collect
 from loka_serve.probe.histories import known_targets, sample_histories, to_request
 from loka_serve.probe.report import SiteReport, format_bytes, format_table, weight_bytes_ratio
-from loka_serve.probe.run import AUTO, probe_and_quantize
+from loka_serve.probe.run import AUTO, quantize
 from loka_serve.quantization.methods import SiteMethod
 from loka_serve.quantization.plan import PrecisionPlan
 from loka_serve.quantization.recipes import RECIPES, State
@@ -65,8 +66,6 @@ from loka_serve.tensor_files import TensorWriter
 EXIT_ERROR, EXIT_GATE, EXIT_INTERRUPTED = 2, 3, 130
 SERVED_BATCH = 32
 """Requests of a batch that a server takes unless its settings say otherwise."""
-CACHE_BYTES = 64 << 20
-"""Up to this checkpoint size, float32 copies of the weights are kept for speed; beyond it memory matters more."""
 
 
 @dataclass(frozen=True)
@@ -122,23 +121,26 @@ def build(config: BuildConfig) -> BuildOutcome:
     rows = compare_others(config, limits, inputs.held_out, build, device) if config.compare else []
 
     model = load_checkpoint(config.checkpoint, device)
-    cache_weight = sum(parameter.nbytes for parameter in model.parameters()) <= CACHE_BYTES
+    cache_weight = prefers_speed(model)
     run_as_bf16(model, cache_weight)
     engine = ReferenceEngine(model, inputs.catalog, limits, device)
+    # Mods change what sites see, as a rule: covariances are gathered when they are done.
+    has_mods, covariance = bool(parse_mods(config.mods)), config.probe_pairs > 0
     with bar("calibrate", len(inputs.calibration)) as progress:
-        observed = collect(engine, model, inputs.calibration, progress)
+        observed = collect(engine, model, inputs.calibration, progress, covariance and not has_mods)
     with bar("rank in BF16", len(inputs.held_out)) as progress:
         bf16 = recommend_items(engine, inputs.catalog, inputs.held_out, top_k, progress)
     mods, changes_inputs = rewrite_model(model, observed, config.mods, config.recipe, config.checkpoint)
     inputs = replace(inputs, model=model.config)
     if config.engine == "hopper":
         check_model(model.config)
-    if changes_inputs:
+    run_as_bf16(model, cache_weight)
+    if changes_inputs or (covariance and has_mods):
         observed.clear()
-        run_as_bf16(model, cache_weight)
         with bar("calibrate again", len(inputs.calibration)) as progress:
-            observed = collect(engine, model, inputs.calibration, progress)
+            observed = collect(engine, model, inputs.calibration, progress, covariance)
     del engine
+    sites = probe_model(config, model, observed, inputs.held_out, bf16, inputs.catalog, bar)
 
     with staging_directory(config.out) as stage:
         with bar("quantize", len(model.sites())) as progress, TensorWriter(stage, config.max_shard_bytes) as writer:
@@ -148,7 +150,7 @@ def build(config: BuildConfig) -> BuildOutcome:
                     writer.write(f"{site}.{key}", tensor)
 
             _write_parameters(model, writer)
-            sites = probe_and_quantize(model, observed, config.recipe, store, progress)
+            quantize(model, sites, store, progress)
         if config.engine == "hopper":
             check_plan(PrecisionPlan({site.name: site.choice.recipe for site in sites}))
         del model

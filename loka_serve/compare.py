@@ -82,7 +82,14 @@ def compare_others(
             if recipe == config.recipe:
                 continue
             one = replace(
-                config, recipe=recipe, out=folder / recipe, engine="reference", min_top_k_overlap=0.0, compare=False
+                config,
+                recipe=recipe,
+                out=folder / recipe,
+                engine="reference",
+                min_top_k_overlap=0.0,
+                compare=False,
+                probe_pairs=0,  # the sites' own figures are those of the bundle itself
+                probe_cost_rows=0,
             )
             outcome = build(one)
             rows.append(

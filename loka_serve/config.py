@@ -242,6 +242,18 @@ class BuildConfig:
     compare: bool = setting(
         Switch(), "build every other recipe as well, for one table of quality, bytes and time", "precision", False
     )
+    probe_pairs: int = setting(
+        Integer(0, 10_000),
+        "synthetic pairs that give each site's errors with intervals; wide sites on a CPU take fewer, 0 none",
+        "precision",
+        100,
+    )
+    probe_cost_rows: int = setting(
+        Integer(0, 1 << 16),
+        "held-out histories on which each site alone is quantized, to see what it costs the model; 0 for none",
+        "precision",
+        16,
+    )
     seed: int = setting(Integer(0, 1 << 31), "seed of the rows that are picked", "precision", 0)
 
     engine: str = setting(Text("NAME"), "the engine that the bundle is for", "how", "reference")

@@ -19,6 +19,10 @@ class QuantizationError(LokaError):
     """A precision plan or quantized weight that does not fit the model."""
 
 
+class ProbeError(LokaError):
+    """Saved statistics of the probe that are missing, damaged or of another format."""
+
+
 class BundleError(LokaError):
     """A bundle that is damaged, incomplete or of another format version."""
 

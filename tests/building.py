@@ -62,4 +62,5 @@ def build_arguments(folder: Path, *more: str, users: int = 24) -> list[str]:
     paths = {"checkpoint": "checkpoint", "catalog": "items.jsonl", "calibration": "histories.jsonl", "out": "bundle"}
     arguments = [part for flag, name in paths.items() for part in (f"--{flag}", str(folder / name))]
     sizes = ["--calibration-rows", "8", "--gate-rows", "8", "--min-top-k-overlap", "0", "--device", "cpu"]
+    sizes += ["--probe-pairs", "2", "--probe-cost-rows", "2"]
     return [*arguments, *sizes, *more]

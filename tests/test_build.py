@@ -75,7 +75,31 @@ def test_the_probe_is_in_the_bundle(folder: Path, tmp_path: Path) -> None:
     assert down["weight"]["variance"] == pytest.approx(1 / 64, rel=0.05)
     assert down["weight"]["p99"] == pytest.approx(2.576 / 8, rel=0.05)
     assert sites["heads.0"]["errors"]["fp8_row"]["logits"]["kl_divergence"] > 0
+    assert down["inputs"]["kurtosis"] > 1 and down["weight"]["kurtosis"] == pytest.approx(3, abs=0.1)
+    assert all(group["weight_kurtosis"] == pytest.approx(3, abs=0.3) for group in down["groups"])
+    synthetic = down["synthetic"]
+    assert synthetic["pairs"] == 2 and set(synthetic["errors"]) == set(down["errors"])
+    frobenius = synthetic["errors"]["fp8_block"]["relative_frobenius"]
+    assert frobenius["low"] < frobenius["mean"] < frobenius["high"] and 0.02 < frobenius["mean"] < 0.05
+    cost = down["cost"]
+    assert (cost["recipe"], cost["histories"], len(cost["kl_by_level"])) == ("fp8_block", 2, 3)
+    assert cost["kl_divergence"] > 0 and 0 <= cost["top_k_overlap"] <= 1
     assert 0.5 < sites["layers.1.moe.router"]["errors"]["fp8_row"]["routing"] <= 1
+
+
+def test_the_long_parts_of_the_probe_can_be_left_out(folder: Path, tmp_path: Path) -> None:
+    assert build(folder, tmp_path / "bundle", "--probe-pairs", "0", "--probe-cost-rows", "0") == 0
+    sites = Bundle.load(tmp_path / "bundle").probe["sites"]
+    assert all(site["synthetic"] is None and site["cost"] is None and site["errors"] for site in sites)
+
+
+def test_sites_see_what_they_did_whatever_is_measured_beside(folder: Path, tmp_path: Path) -> None:
+    """Mods and covariances calibrate anew, on the same rows: neither changes what is chosen."""
+    choices = []
+    for name, more in (("with", ()), ("without", ("--probe-pairs", "0", "--probe-cost-rows", "0"))):
+        assert build(folder, tmp_path / name, *more) == 0
+        choices.append([(site["inputs"], site["choice"]) for site in Bundle.load(tmp_path / name).probe["sites"]])
+    assert choices[0] == choices[1]
 
 
 @pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row", "fp8_block", "int8_row"])

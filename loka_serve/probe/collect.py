@@ -14,51 +14,36 @@ from loka_serve.errors import QuantizationError
 from loka_serve.models.layers import GroupedLinear, Linear
 from loka_serve.models.onerec_v2 import OneRecV2
 from loka_serve.probe.sample import GroupRowSample, RowSample
-from loka_serve.probe.statistics import GroupStatistics, TensorStatistics
+from loka_serve.probe.site_statistics import SiteStatistics
 
 SAMPLE_ROWS = 128
 SAMPLE_ROWS_PER_GROUP = 32
 
 
-class SiteInputs:
-    """What the inputs of one site look like: statistics of all rows and a bounded sample of them.
+class SiteInputs(SiteStatistics):
+    """What the inputs of one site look like: statistics of all rows and a bounded sample of them."""
 
-    Attributes:
-        statistics: of a site without groups, else None.
-        group_statistics: of each group of a grouped site, else None.
-    """
-
-    def __init__(self, name: str, module: Linear | GroupedLinear) -> None:
-        self.width = module.in_features
+    def __init__(self, name: str, module: Linear | GroupedLinear, covariance: bool = True) -> None:
+        groups = module.groups if isinstance(module, GroupedLinear) else None
+        super().__init__(module.in_features, groups, covariance)
         seed = zlib.crc32(name.encode())  # a site's sample does not depend on which other sites there are
-        self.statistics: TensorStatistics | None = None
-        self.group_statistics: GroupStatistics | None = None
         self._sample: RowSample | GroupRowSample
-        if isinstance(module, GroupedLinear):
-            self.group_statistics = GroupStatistics(module.groups)
-            self._sample = GroupRowSample(module.groups, SAMPLE_ROWS_PER_GROUP, seed)
-        else:
-            self.statistics = TensorStatistics()
+        if groups is None:
             self._sample = RowSample(SAMPLE_ROWS, seed)
+        else:
+            self._sample = GroupRowSample(groups, SAMPLE_ROWS_PER_GROUP, seed)
 
     def observe(self, rows: Tensor) -> None:
         """Observer of a `Linear`: rows [M, in]."""
-        assert self.statistics is not None and isinstance(self._sample, RowSample)
-        self.statistics.update(rows)
+        assert isinstance(self._sample, RowSample)
+        self.update(rows)
         self._sample.update(rows)
 
     def observe_groups(self, rows: Tensor, group_offsets: Tensor) -> None:
         """Observer of a `GroupedLinear`: rows [M, in] sorted by group."""
-        assert self.group_statistics is not None and isinstance(self._sample, GroupRowSample)
-        self.group_statistics.update(rows, group_offsets)
+        assert isinstance(self._sample, GroupRowSample)
+        self.update(rows, group_offsets)
         self._sample.update(rows, group_offsets)
-
-    def total(self) -> TensorStatistics:
-        """Statistics of all rows, of whatever group."""
-        if self.group_statistics is not None:
-            return self.group_statistics.total()
-        assert self.statistics is not None
-        return self.statistics
 
     def sample(self) -> tuple[Tensor, Tensor | None]:
         """Sampled rows, float32 [M, in], and for a grouped site their group offsets, int64 [groups + 1]."""
@@ -68,10 +53,14 @@ class SiteInputs:
 
 
 @contextmanager
-def observed(model: OneRecV2) -> Iterator[dict[str, SiteInputs]]:
-    """Observe every site of the model inside the `with` block; gives the observations by site, in model order."""
+def observed(model: OneRecV2, covariance: bool = True) -> Iterator[dict[str, SiteInputs]]:
+    """Observe every site of the model inside the `with` block; gives the observations by site, in model order.
+
+    Args:
+        covariance: gather it too, as synthesis needs.
+    """
     modules = model.sites()
-    inputs = {name: SiteInputs(name, module) for name, module in modules.items()}
+    inputs = {name: SiteInputs(name, module, covariance) for name, module in modules.items()}
     for name, module in modules.items():
         if isinstance(module, GroupedLinear):
             module.observer = inputs[name].observe_groups
@@ -90,6 +79,7 @@ def collect(
     model: OneRecV2,
     requests: Sequence[EngineRequest],
     progress: Callable[[int], object] = lambda done: None,
+    covariance: bool = True,
 ) -> dict[str, SiteInputs]:
     """Recommend for calibration requests and observe the inputs of every site on the way.
 
@@ -98,11 +88,12 @@ def collect(
     Args:
         engine: runs `model` itself.
         progress: called with the number of requests just done.
+        covariance: see `observed`.
 
     Raises:
         QuantizationError: names a site whose inputs were not finite.
     """
-    with observed(model) as inputs:
+    with observed(model, covariance) as inputs:
         for start in range(0, len(requests), engine.limits.batch):
             batch = tuple(requests[start : start + engine.limits.batch])
             engine.recommend(RequestBatch(batch))

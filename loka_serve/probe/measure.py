@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from loka_serve.quantization.methods import SiteMethod
 from loka_serve.quantization.recipes import RECIPES
 
 HEAD_TOP_K = 50
+PIECE_OUTPUTS = 512
+"""Output channels that are measured at once: whole tiles, so that no scale changes."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,29 @@ def measure_site(
 
 def _output(name: str, weight: Tensor, rows: Tensor, group_offsets: Tensor | None, input_amax: float) -> Tensor:
     recipe = RECIPES[name]
-    state = recipe.quantize_weight(weight, input_amax if recipe.needs_input_amax else None)
-    return SiteMethod(recipe, state, cache_weight=False)(rows, group_offsets)
+
+    def product(inputs: Tensor, matrix: Tensor) -> Tensor:
+        state = recipe.quantize_weight(matrix, input_amax if recipe.needs_input_amax else None)
+        return SiteMethod(recipe, state, cache_weight=False)(inputs)
+
+    return _by_pieces(product, weight, rows, group_offsets)
 
 
 def _reference(rows: Tensor, weight: Tensor, group_offsets: Tensor | None) -> Tensor:
+    return _by_pieces(lambda inputs, matrix: inputs @ matrix.float().T, weight, rows, group_offsets)
+
+
+def _by_pieces(
+    product: Callable[[Tensor, Tensor], Tensor], weight: Tensor, rows: Tensor, group_offsets: Tensor | None
+) -> Tensor:
+    """Products [M, out], some output channels of one group at a time: what is rounded in between stays small."""
     if group_offsets is None:
-        return rows @ weight.float().T
+        return torch.cat([product(rows, piece) for piece in weight.split(PIECE_OUTPUTS)], dim=1)
     bounds = group_offsets.tolist()
     parts = zip(weight, bounds[:-1], bounds[1:], strict=True)
-    return torch.cat([rows[start:end] @ matrix.float().T for matrix, start, end in parts])
+    return torch.cat(
+        [_by_pieces(product, matrix, rows[start:end], None) for matrix, start, end in parts if end > start]
+    )
 
 
 def _worst_group(

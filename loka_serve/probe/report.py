@@ -8,19 +8,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from loka_serve.probe.choose import Choice
+from loka_serve.probe.cost import ModelCost
 from loka_serve.probe.measure import RecipeError
 from loka_serve.probe.sites import SiteKind
 from loka_serve.probe.statistics import Summary
+from loka_serve.probe.synthesis import SyntheticErrors
 
 BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """Inputs of one group (expert) of a grouped site in calibration."""
+    """One group (expert) of a grouped site: its inputs in calibration and its weight; see `Summary` for the figures."""
 
     rows: int
     absmax: float
+    p99: float = math.nan
+    variance: float = math.nan
+    kurtosis: float = math.nan
+    weight_absmax: float = math.nan
+    weight_p99: float = math.nan
+    weight_variance: float = math.nan
+    weight_kurtosis: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,8 @@ class SiteReport:
         errors: of every recipe that was measured.
         choice: the recipe that the site runs, and why.
         weight_bytes: bytes that the bundle stores for it, scales included.
+        synthetic: errors on synthetic pairs, with intervals; None if none were drawn.
+        cost: change of the whole model's answers if this site alone is quantized; None if not measured.
     """
 
     name: str
@@ -45,6 +56,8 @@ class SiteReport:
     errors: Mapping[str, RecipeError]
     choice: Choice
     weight_bytes: int
+    synthetic: SyntheticErrors | None = None
+    cost: ModelCost | None = None
 
     @property
     def bf16_bytes(self) -> int:
@@ -67,9 +80,19 @@ def weight_bytes_ratio(sites: Sequence[SiteReport]) -> float:
 
 
 def costliest_sites(sites: Sequence[SiteReport], count: int) -> list[SiteReport]:
-    """The quantized sites with the largest relative Frobenius error, largest first."""
+    """The quantized sites that cost the model most, first the costliest.
+
+    By the KL divergence of the model's logits where that was measured at all of them, else by the site's own relative
+    Frobenius error.
+    """
     quantized = [site for site in sites if site.choice.recipe != "bf16" and site.errors]
-    return sorted(quantized, key=lambda site: -site.errors[site.choice.recipe].output.relative_frobenius)[:count]
+    costs = [site.cost for site in quantized if site.cost is not None]
+    if costs and len(costs) == len(quantized):
+        order = [cost.kl_divergence for cost in costs]
+    else:
+        order = [site.errors[site.choice.recipe].output.relative_frobenius for site in quantized]
+    ranked = sorted(range(len(quantized)), key=lambda place: -order[place])
+    return [quantized[place] for place in ranked[:count]]
 
 
 HEADINGS = ("site", "weight", "recipe", "MERE", "Frobenius", "absmax", "p99", "bf16 ->", "stored")

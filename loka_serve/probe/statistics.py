@@ -1,22 +1,25 @@
-"""Streaming statistics of tensors: absmax, mean, variance and quantiles of the magnitude, in bounded memory.
+"""Streaming statistics of tensors: absmax, mean, variance, kurtosis and quantiles of the magnitude, in bounded memory.
 
 No tensor is kept. Statistics of two parts of a stream merge into those of the whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-OCTAVES_BELOW, OCTAVES_ABOVE = 40, 24
-BINS_PER_OCTAVE = 16
-_MANTISSA_BITS = 4
-_PIECE_VALUES = 1 << 18
-_BINS = (OCTAVES_BELOW + OCTAVES_ABOVE) * BINS_PER_OCTAVE
-_FIRST_BIN = (127 - OCTAVES_BELOW) << _MANTISSA_BITS
+from loka_serve.probe.statistics_table import (
+    BINS,
+    BINS_PER_OCTAVE,
+    OCTAVES_BELOW,
+    StatisticsTable,
+    group_of_rows,
+    magnitude_bins,
+)
 
 
 class MagnitudeHistogram:
@@ -24,16 +27,18 @@ class MagnitudeHistogram:
 
     A bin is at most 1/16 of its lower edge wide, so a quantile read from it is off by at most that, relatively. Smaller
     magnitudes (zeros too) count in the first bin, larger ones in the last. 8 KiB whatever the stream's length.
+
+    Attributes:
+        counts: int64 [1024].
     """
 
-    def __init__(self) -> None:
-        self.counts = torch.zeros(_BINS, dtype=torch.int64)
+    def __init__(self, counts: Tensor | None = None) -> None:
+        self.counts = torch.zeros(BINS, dtype=torch.int64) if counts is None else counts
 
     def update(self, magnitudes: Tensor) -> None:
         """Count finite, non-negative float32 values of any shape."""
-        # A float's exponent and first mantissa bits, read as an integer, number exactly these bins.
-        bins = (magnitudes.float().contiguous().flatten().view(torch.int32) >> (23 - _MANTISSA_BITS)) - _FIRST_BIN
-        self.counts += torch.bincount(bins.clamp_(0, _BINS - 1), minlength=_BINS).cpu()
+        bins = magnitude_bins(magnitudes.float().contiguous().flatten())
+        self.counts += torch.bincount(bins, minlength=BINS).cpu()
 
     def merge(self, other: MagnitudeHistogram) -> None:
         self.counts += other.counts
@@ -46,7 +51,7 @@ class MagnitudeHistogram:
         cumulative = self.counts.cumsum(0)
         target = max(q * total, 1e-9)
         index = int(torch.searchsorted(cumulative.double(), torch.tensor(target, dtype=torch.float64)))
-        index = min(index, _BINS - 1)
+        index = min(index, BINS - 1)
         below = int(cumulative[index - 1]) if index else 0
         inside = (target - below) / int(self.counts[index])
         low, high = _bin_edge(index), _bin_edge(index + 1)
@@ -73,6 +78,8 @@ class Summary:
         absmax, p99: largest magnitude and its 99th percentile.
         mean, variance: of the values; the variance is that of a population.
         octaves: the histogram of the magnitudes, see `MagnitudeHistogram.octaves`.
+        kurtosis: fourth standardised moment, 3 for a Gaussian, NaN for constant values; large where few values are far
+            out, which costs a shared scale its precision.
     """
 
     rows: int
@@ -81,94 +88,92 @@ class Summary:
     mean: float
     variance: float
     octaves: Mapping[int, int] = field(default_factory=dict)
+    kurtosis: float = math.nan
 
 
 class TensorStatistics:
     """Statistics of a stream of rows ``[M, K]``.
 
     Attributes:
-        rows: rows seen.
-        non_finite: NaN and infinite values seen; every other statistic leaves them out.
-        absmax: largest finite magnitude, 0.0 before any row.
-        histogram: of the magnitudes.
+        table: what has been gathered; on the device of the last rows.
     """
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.non_finite = 0
-        self.absmax = 0.0
-        self.histogram = MagnitudeHistogram()
-        self._count = 0
-        self._mean = 0.0
-        self._squares = 0.0  # sum of squared deviations from the mean
+    def __init__(self, table: StatisticsTable | None = None) -> None:
+        self.table = table or StatisticsTable(1)
+
+    @property
+    def rows(self) -> int:
+        """Rows seen."""
+        return int(self.table.rows)
+
+    @property
+    def non_finite(self) -> int:
+        """NaN and infinite values seen; every other statistic leaves them out."""
+        return int(self.table.non_finite)
+
+    @property
+    def absmax(self) -> float:
+        """Largest finite magnitude, 0.0 before any row."""
+        return float(self.table.absmax)
+
+    @property
+    def histogram(self) -> MagnitudeHistogram:
+        """A copy of the histogram of the magnitudes."""
+        return MagnitudeHistogram(self.table.counts[0].cpu().clone())
 
     def update(self, values: Tensor) -> None:
         """Add rows ``[M, K]`` of any float dtype and device."""
-        self.rows += values.shape[0]
-        # In pieces: the float32 copies and masks in between are then small beside any tensor worth watching.
-        rows = max(1, _PIECE_VALUES // max(1, values.shape[1]))
-        for start in range(0, values.shape[0], rows):
-            self._update(values[start : start + rows].detach().float().flatten())
-
-    def _update(self, values: Tensor) -> None:
-        finite = values.isfinite()
-        if not bool(finite.all()):
-            self.non_finite += int((~finite).sum())
-            values = values[finite]
-        if not values.numel():
-            return
-        magnitudes = values.abs()
-        self.absmax = max(self.absmax, float(magnitudes.max()))
-        self.histogram.update(magnitudes)
-        # Two-pass within the batch, in float64: no cancellation however large the mean.
-        mean = float(values.mean(dtype=torch.float64))
-        squares = float((values - mean).square_().sum(dtype=torch.float64))
-        self._combine(values.numel(), mean, squares)
+        self.table.update(values)
 
     def merge(self, other: TensorStatistics) -> None:
         """Take in the statistics of another part of the stream."""
-        self.rows += other.rows
-        self.non_finite += other.non_finite
-        self.absmax = max(self.absmax, other.absmax)
-        self.histogram.merge(other.histogram)
-        self._combine(other._count, other._mean, other._squares)
+        self.table.merge(other.table)
 
     def summary(self) -> Summary:
-        """NaN mean, variance and p99 when no finite value was seen."""
-        if not self._count:
-            return Summary(self.rows, self.absmax, float("nan"), float("nan"), float("nan"))
-        # The histogram knows p99 to 1/16; the exact maximum bounds it.
-        p99 = min(self.histogram.quantile(0.99), self.absmax)
-        variance = self._squares / self._count
-        return Summary(self.rows, self.absmax, p99, self._mean, variance, self.histogram.octaves())
-
-    def _combine(self, count: int, mean: float, squares: float) -> None:
-        # Chan, Golub and LeVeque's update: the batched form of Welford's.
-        total = self._count + count
-        if not total:
-            return
-        delta = mean - self._mean
-        self._squares += squares + delta * delta * self._count * count / total
-        self._mean += delta * count / total
-        self._count = total
+        """NaN mean, variance, kurtosis and p99 when no finite value was seen."""
+        count, mean, squares, _, fourth = self.table.moments[0].tolist()
+        if not count:
+            return Summary(self.rows, self.absmax, math.nan, math.nan, math.nan)
+        histogram = self.histogram
+        return Summary(
+            rows=self.rows,
+            absmax=self.absmax,
+            p99=min(histogram.quantile(0.99), self.absmax),  # known to 1/16; the exact maximum bounds it
+            mean=mean,
+            variance=squares / count,
+            octaves=histogram.octaves(),
+            kurtosis=count * fourth / squares**2 if squares > 0 else math.nan,
+        )
 
 
 class GroupStatistics:
-    """`TensorStatistics` for each group of a grouped site."""
+    """Statistics of each group (expert) of a grouped site.
 
-    def __init__(self, groups: int) -> None:
-        self.groups = [TensorStatistics() for _ in range(groups)]
+    Attributes:
+        table: what has been gathered, a row a group.
+    """
+
+    def __init__(self, groups: int, table: StatisticsTable | None = None) -> None:
+        self.table = table or StatisticsTable(groups)
+
+    @property
+    def groups(self) -> list[TensorStatistics]:
+        """A copy of the statistics of each group."""
+        return [TensorStatistics(self.table.group(index)) for index in range(self.table.groups)]
 
     def update(self, values: Tensor, group_offsets: Tensor) -> None:
         """Add rows ``[M, K]`` sorted by group; group g owns rows group_offsets[g] to group_offsets[g + 1]."""
-        bounds = group_offsets.tolist()
-        for statistics, start, end in zip(self.groups, bounds[:-1], bounds[1:], strict=True):
-            if end > start:
-                statistics.update(values[start:end])
+        if len(values):
+            self.table.update(values, group_of_rows(group_offsets.to(values.device), len(values)))
+
+    def update_group(self, group: int, values: Tensor) -> None:
+        """Add rows ``[M, K]`` of one group."""
+        self.table.update(values, torch.full((len(values),), group, device=values.device))
+
+    def merge(self, other: GroupStatistics) -> None:
+        """Take in the statistics of another part of the stream."""
+        self.table.merge(other.table)
 
     def total(self) -> TensorStatistics:
         """All groups together."""
-        whole = TensorStatistics()
-        for statistics in self.groups:
-            whole.merge(statistics)
-        return whole
+        return TensorStatistics(self.table.total())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
 from loka_serve.probe.choose import Choice
+from loka_serve.probe.cost import ModelCost
 from loka_serve.probe.errors import OutputError
 from loka_serve.probe.measure import RecipeError
 from loka_serve.probe.report import (
@@ -41,6 +43,14 @@ def test_bytes_count_quantized_sites_only() -> None:
 def test_costliest_sites() -> None:
     assert [site.name for site in costliest_sites(SITES, 5)] == ["b", "a"]
     assert [site.name for site in costliest_sites(SITES, 1)] == ["b"]
+
+
+def test_costliest_for_the_model_where_that_was_measured() -> None:
+    costs = {name: ModelCost("fp8_row", 4, kl, (kl, kl), 10, 1.0) for name, kl in (("a", 0.2), ("b", 0.1))}
+    measured = [replace(site, cost=costs.get(site.name)) for site in SITES]
+    assert [site.name for site in costliest_sites(measured, 5)] == ["a", "b"]
+    # Figures of some sites only cannot be ranked with those of others.
+    assert [site.name for site in costliest_sites([measured[1], SITES[2]], 5)] == ["b", "a"]
 
 
 def test_table_has_one_row_a_site() -> None:
