@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,31 @@ from examples.groceries.scoring import LegalCodes
 from loka_serve.models.config import OneRecV2Config
 from loka_serve.models.layers import SparseMoE
 from loka_serve.models.onerec_v2 import Block, OneRecV2
+
+
+class TrainerOptions(Protocol):
+    """What `Trainer` and `fresh_model` need to know, of this example or another; see `Options`."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def context_dropout(self) -> float: ...
+    @property
+    def legality_weight(self) -> float: ...
+    @property
+    def embedding_scale(self) -> float: ...
+    @property
+    def average_decay(self) -> float: ...
+    @property
+    def balance_rate(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -91,9 +117,9 @@ def model_config(options: Options, sequences: Sequences) -> OneRecV2Config:
     )
 
 
-def build_model(options: Options, sequences: Sequences, device: torch.device) -> OneRecV2:
+def fresh_model(config: OneRecV2Config, options: TrainerOptions, device: torch.device) -> OneRecV2:
     """A freshly initialised model, ready to train."""
-    model = OneRecV2(model_config(options, sequences)).initialize(options.seed)
+    model = OneRecV2(config).initialize(options.seed)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.weight.data *= options.embedding_scale

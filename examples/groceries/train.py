@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from examples.groceries.batches import BatchSource
-from examples.groceries.objective import Options
+from examples.groceries.objective import Options, model_config
 from examples.groceries.prepare import Sequences, load_sequences
 from examples.groceries.purchases import GroceriesError
 from examples.groceries.records import TRAINING_FILE, read_list, read_object
@@ -38,9 +38,15 @@ MEASURE_FROM, MEASURE_EVERY = 0.45, 0.18  # parts of a run of --seconds
 class Clock:
     """Progress of a run of fixed duration, and when it is measured. Time for the last measurement is set aside."""
 
-    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self.now = seconds, now
-        self.begun, self.reserve, self.next_measurement = now(), 0.03 * seconds, MEASURE_FROM
+    def __init__(
+        self,
+        seconds: float,
+        now: Callable[[], float] = time.monotonic,
+        measure_from: float = MEASURE_FROM,
+        measure_every: float = MEASURE_EVERY,
+    ) -> None:
+        self.seconds, self.now, self.measure_every = seconds, now, measure_every
+        self.begun, self.reserve, self.next_measurement = now(), 0.03 * seconds, measure_from
 
     def progress(self) -> float:
         """0 at the start, 1 when only the time for the last measurement is left."""
@@ -51,7 +57,7 @@ class Clock:
         progress = self.progress()
         if progress < self.next_measurement:
             return False
-        self.next_measurement = min(progress + MEASURE_EVERY, 1.0)
+        self.next_measurement = min(progress + self.measure_every, 1.0)
         return True
 
     def measured_for(self, seconds: float) -> None:
@@ -83,7 +89,7 @@ def train(
     """Trains to the end, through epoch `stop_after` or for `seconds`; returns the validation record of every epoch."""
     clock = Clock(seconds) if seconds is not None else None
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(options, sequences, device)
+    trainer = Trainer(options, model_config(options, sequences), sequences.semantic_ids, device)
     initial_training = None
     if initial is not None:
         initial_training = read_object(initial / TRAINING_FILE)

@@ -8,18 +8,20 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from examples.groceries.batches import Batch
 from examples.groceries.contexts import shared_context
-from examples.groceries.objective import Options, build_model, loss_of
-from examples.groceries.prepare import Sequences
+from examples.groceries.objective import TrainerOptions, fresh_model, loss_of
 from examples.groceries.purchases import GroceriesError
 from examples.groceries.scoring import LegalCodes
 from loka_serve.models.checkpoint import load_checkpoint
+from loka_serve.models.config import OneRecV2Config
 from loka_serve.models.layers import SparseMoE
 from loka_serve.models.onerec_v2 import OneRecV2
 
@@ -47,13 +49,18 @@ def _counting(route: Route, load: Tensor) -> Route:
 
 
 class Trainer:
-    """Model, optimizer and moving average, and the step that advances them."""
+    """Model, optimizer and moving average, and the step that advances them.
 
-    def __init__(self, options: Options, sequences: Sequences, device: torch.device) -> None:
+    semantic_ids int32 [items, levels] say which codes the loss counts as legal. The options are a dataclass.
+    """
+
+    def __init__(
+        self, options: TrainerOptions, config: OneRecV2Config, semantic_ids: NDArray[np.int32], device: torch.device
+    ) -> None:
         self.options, self.device = options, device
-        self.model = build_model(options, sequences, device)
-        self.average = build_model(options, sequences, device).eval()
-        self.legal = LegalCodes(sequences.semantic_ids, sequences.codebook_sizes, device)
+        self.model = fresh_model(config, options, device)
+        self.average = fresh_model(config, options, device).eval()
+        self.legal = LegalCodes(semantic_ids, config.codebook_sizes, device)
         self.load = watch_load(self.model)
         trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         tables = ("embeddings", "bos", "static", "norm")

@@ -10,7 +10,7 @@ import torch
 
 from examples.groceries.batches import ANY_ORDER, NEXT_BASKET, BatchSource, feature_configs
 from examples.groceries.contexts import BASKET_ITEMS, SLOTS, SharedContext, basket_items_index, shared_context
-from examples.groceries.objective import Options, build_model
+from examples.groceries.objective import Options, fresh_model, model_config
 from examples.groceries.scoring import LegalCodes, beam_search, held_out_batches, recommend
 from examples.groceries.trainer import Trainer
 from loka_serve.models.checkpoint import save_checkpoint
@@ -25,7 +25,7 @@ COUNTED = Options(
 
 
 def counted_model() -> OneRecV2:
-    return build_model(COUNTED, synthetic_sequences(), CPU).eval()
+    return fresh_model(model_config(COUNTED, synthetic_sequences()), COUNTED, CPU).eval()
 
 
 def test_values_name_what_their_index_stands_for() -> None:
@@ -64,7 +64,11 @@ def test_every_target_gets_what_a_request_of_its_own_gets() -> None:
 
 def test_without_the_feature_the_context_is_the_plain_one() -> None:
     sequences = synthetic_sequences()
-    plain = build_model(dataclasses.replace(COUNTED, open_basket_items=0), sequences, CPU)
+    plain = fresh_model(
+        model_config(dataclasses.replace(COUNTED, open_basket_items=0), sequences),
+        dataclasses.replace(COUNTED, open_basket_items=0),
+        CPU,
+    )
     arguments = (torch.zeros(1, 4, 3).long(), torch.tensor([4]), torch.zeros(1, 5).long())
     assert not isinstance(shared_context(plain, *arguments, torch.ones(1, 2).long()), SharedContext)
     arguments = (*arguments[:2], torch.zeros(1, 6).long())
@@ -110,9 +114,13 @@ def test_held_out_baskets_count_from_nothing() -> None:
 
 def test_a_checkpoint_without_the_feature_is_where_a_run_can_start(tmp_path: Path) -> None:
     sequences = synthetic_sequences()
-    earlier = build_model(dataclasses.replace(COUNTED, open_basket_items=0, seed=5), sequences, CPU)
+    earlier = fresh_model(
+        model_config(dataclasses.replace(COUNTED, open_basket_items=0, seed=5), sequences),
+        dataclasses.replace(COUNTED, open_basket_items=0, seed=5),
+        CPU,
+    )
     save_checkpoint(earlier, tmp_path)
-    trainer = Trainer(COUNTED, sequences, CPU)
+    trainer = Trainer(COUNTED, model_config(COUNTED, sequences), sequences.semantic_ids, CPU)
     trainer.start_from(tmp_path)
     ours = trainer.model.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in earlier.state_dict().items())

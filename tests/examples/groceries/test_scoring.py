@@ -10,7 +10,7 @@ import torch
 
 from examples.groceries.batches import ANY_ORDER, NEXT_BASKET, PRODUCT_NUMBER_ORDER
 from examples.groceries.evaluate import CHECKPOINT
-from examples.groceries.objective import Options, build_model
+from examples.groceries.objective import Options, fresh_model, model_config
 from examples.groceries.prepare import SEMANTIC_IDS, Sequences, load_semantic_ids
 from examples.groceries.scoring import MISSED, LegalCodes, Recommendations, beam_search, held_out_batches, recommend
 from loka_serve.catalog.trie import compile_trie
@@ -27,7 +27,7 @@ def small_model(sequences: Sequences) -> OneRecV2:
     options = Options(
         d_model=32, layers=2, heads=2, head_dim=16, kv_groups=1, kv_layers=1, expert_width=16, max_context=16
     )
-    return build_model(options, sequences, CPU).eval()
+    return fresh_model(model_config(options, sequences), options, CPU).eval()
 
 
 def test_legal_codes() -> None:

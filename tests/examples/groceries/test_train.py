@@ -23,7 +23,7 @@ from examples.groceries.batches import (
     held_out_bounds,
     training_weights,
 )
-from examples.groceries.objective import Options, loss_of
+from examples.groceries.objective import Options, loss_of, model_config
 from examples.groceries.purchases import GroceriesError
 from examples.groceries.scoring import LegalCodes
 from examples.groceries.selection import TARGETS, selection_score
@@ -160,7 +160,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert [record["loss"] for record in resumed] == [record["loss"] for record in expected]
     trainers = []
     for directory in (whole, parts):
-        trainers.append(Trainer(SMALL, sequences, CPU))
+        trainers.append(Trainer(SMALL, model_config(SMALL, sequences), sequences.semantic_ids, CPU))
         assert trainers[-1].load_state(directory / "state.safetensors") == 3
     for kind in ("model", "average"):
         first, second = (getattr(trainer, kind).state_dict() for trainer in trainers)
@@ -247,7 +247,7 @@ def test_the_worst_measure_decides() -> None:
 
 
 def test_balancing_raises_the_bias_of_idle_experts() -> None:
-    trainer = Trainer(SMALL, synthetic_sequences(), CPU)
+    trainer = Trainer(SMALL, model_config(SMALL, synthetic_sequences()), synthetic_sequences().semantic_ids, CPU)
     block, load = trainer.load[0]
     load.copy_(torch.tensor([8.0, 0, 0, 0, 0, 0, 0, 0]))
     trainer._balance()
