@@ -12,7 +12,7 @@ from loka_serve.models.onerec_v2 import OneRecV2
 from loka_serve.probe.site_statistics import SiteStatistics
 
 EVERY = 100
-MAX_ROWS = 1024
+MAX_ROWS = 256
 
 
 class OnlineProbe:

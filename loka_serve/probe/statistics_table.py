@@ -16,6 +16,7 @@ BINS = (OCTAVES_BELOW + OCTAVES_ABOVE) * BINS_PER_OCTAVE
 _MANTISSA_BITS = 4
 _FIRST_BIN = (127 - OCTAVES_BELOW) << _MANTISSA_BITS
 _PIECE_VALUES = {"cpu": 1 << 17, "cuda": 1 << 23}
+MAX_PENDING = 32
 _FIELDS = ("rows", "non_finite", "absmax", "moments", "counts")
 
 
@@ -73,8 +74,22 @@ class StatisticsTable:
         self.rows = torch.zeros(groups, dtype=torch.int64)
         self.non_finite = torch.zeros(groups, dtype=torch.int64)
         self.absmax = torch.zeros(groups)
-        self.moments = torch.zeros(groups, 5, dtype=torch.float64)
         self.counts = torch.zeros(groups, BINS, dtype=torch.int64)
+        self._moments = [torch.zeros(groups, 5, dtype=torch.float64)]
+
+    @property
+    def moments(self) -> Tensor:
+        """Combined when they are read: on a GPU that is many kernels on few numbers, which an update need not pay."""
+        while len(self._moments) > 1:
+            stacked = torch.stack(self._moments)
+            half, odd = len(stacked) // 2, len(stacked) % 2
+            combined = combine_moments(stacked[:half], stacked[half : 2 * half])
+            self._moments = [*combined, *([stacked[-1]] if odd else [])]
+        return self._moments[0]
+
+    @moments.setter
+    def moments(self, moments: Tensor) -> None:
+        self._moments = [moments]
 
     @torch.inference_mode()
     def update(self, values: Tensor, groups: Tensor | None = None) -> None:
@@ -110,7 +125,9 @@ class StatisticsTable:
         squares = exact.square()
         moments = [counts.double(), mean, *(self._by_group((squares * power).sum(1), groups) for power in (1.0, exact))]
         moments.append(self._by_group(squares.square_().sum(1), groups))
-        self.moments = combine_moments(self.moments, torch.stack(moments, -1))
+        if len(self._moments) >= MAX_PENDING:
+            self.moments = self.moments
+        self._moments.append(torch.stack(moments, -1))
 
     def _count(self, magnitudes: Tensor, finite: Tensor, groups: Tensor | None) -> None:
         bins = magnitude_bins(magnitudes)
