@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=existing_file, required=True, help="histories with their targets")
     parser.add_argument("--rows", type=positive, default=500, help="held-out histories")
     parser.add_argument("--calibration-rows", type=positive, default=128)
+    parser.add_argument("--batch", type=positive, default=8, help="histories that run together")
     parser.add_argument("--seed", type=not_negative, default=0)
     parser.add_argument("--device", type=usable_device, default="cpu")
     parser.add_argument("--cpu-threads", type=not_negative, default=0, help="0 leaves one core free")
@@ -87,6 +88,7 @@ def main() -> None:
                 gate_rows=arguments.rows,
                 min_top_k_overlap=0.0,
                 compare=True,
+                batch=arguments.batch,
                 seed=arguments.seed,
                 device=arguments.device,
                 cpu_threads=arguments.cpu_threads,

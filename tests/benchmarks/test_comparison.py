@@ -31,6 +31,8 @@ def test_the_file_says_what_was_compared_and_with_what(tmp_path: Path, monkeypat
             "4",
             "--commit",
             "abc",
+            "--batch",
+            "5",
             "--cpu-threads",
             "1",
             "--out",
@@ -42,6 +44,7 @@ def test_the_file_says_what_was_compared_and_with_what(tmp_path: Path, monkeypat
     rows = {row["recipe"]: row for row in written["comparison"]["rows"]}
     assert tuple(rows) == RECIPES and written["comparison"]["chosen"] == "auto"
     assert all(row["gate"]["rows"] == written["held_out_histories"] == 20 for row in rows.values())
+    assert written["comparison"]["timed_on"].startswith("reference engine on CPU, batches of 5")
     recall = rows["auto"]["gate"]["quality"]["recall@10"]
     assert recall["bf16"] > 0  # else there is nothing to relate to
     assert written["auto"]["recall@10_relative_change"] == pytest.approx(recall["quantized"] / recall["bf16"] - 1)
