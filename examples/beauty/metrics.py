@@ -11,7 +11,7 @@ MISSED = 1 << 30
 
 def ranking_metrics(ranks: NDArray[np.int64]) -> dict[str, float]:
     """{"recall@5", "ndcg@5", "recall@10", "ndcg@10"} of ranks from 0, one a user; a miss is any rank >= 10."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     for top in TOPS:
         hits = ranks < top
         gains = np.where(hits, 1.0 / np.log2(np.minimum(ranks, top) + 2.0), 0.0)

@@ -83,7 +83,8 @@ def train(
     )
     users = np.arange(0, sequences.users, validate_part)
     torch.manual_seed(options.seed)
-    begun, records, best, finished = time.monotonic(), [], -1.0, False
+    records: list[dict[str, Any]] = []
+    begun, best, finished = time.monotonic(), -1.0, False
     while not finished:
         epoch, losses = len(records), []
         for fraction, batch in source.epoch(epoch):

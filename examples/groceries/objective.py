@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from loka_serve.models.onerec_v2 import Block, OneRecV2
 
 
 class TrainerOptions(Protocol):
-    """What `Trainer` and `fresh_model` need to know, of this example or another; see `Options`."""
+    """What `Trainer` and `fresh_model` need to know, of this example or another: a dataclass; see `Options`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def seed(self) -> int: ...

@@ -51,7 +51,7 @@ def _counting(route: Route, load: Tensor) -> Route:
 class Trainer:
     """Model, optimizer and moving average, and the step that advances them.
 
-    semantic_ids int32 [items, levels] say which codes the loss counts as legal. The options are a dataclass.
+    semantic_ids int32 [items, levels] say which codes the loss counts as legal.
     """
 
     def __init__(
