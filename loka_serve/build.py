@@ -38,8 +38,9 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.catalog.readers import read_catalog
 from loka_serve.catalog.storage import is_compiled_catalog
 from loka_serve.compare import compare_others, comparison, format_comparison, measure
-from loka_serve.config import LEAST_BEAM_LIMIT, BuildConfig
+from loka_serve.config import LEAST_BEAM_LIMIT, SERVED_BATCH, BuildConfig
 from loka_serve.cores import default_threads
+from loka_serve.dispatch.table import keep_table, read_table
 from loka_serve.engines import ENGINES
 from loka_serve.engines.base import EngineLimits, EngineRequest
 from loka_serve.engines.hopper.support import check_limits, check_model, check_plan
@@ -64,8 +65,6 @@ from loka_serve.report.files import COMPARISON_FILE, report_files
 from loka_serve.tensor_files import TensorWriter
 
 EXIT_ERROR, EXIT_GATE, EXIT_INTERRUPTED = 2, 3, 130
-SERVED_BATCH = 32
-"""Requests of a batch that a server takes unless its settings say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ def build(config: BuildConfig) -> BuildOutcome:
         raise EngineError(f"--engine {config.engine}: expected one of {', '.join(ENGINES)}")
     torch.set_num_threads(config.cpu_threads or default_threads())
     device = _device(config.device)
+    speeds = None if config.dispatch is None else read_table(config.dispatch)
     inputs = _read_inputs(config)
     limits = EngineLimits(config.batch, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels)
     if config.engine == "hopper":
@@ -140,7 +140,7 @@ def build(config: BuildConfig) -> BuildOutcome:
         with bar("calibrate again", len(inputs.calibration)) as progress:
             observed = collect(engine, model, inputs.calibration, progress, covariance)
     del engine
-    sites = probe_model(config, model, observed, inputs.held_out, bf16, inputs.catalog, bar)
+    sites = probe_model(config, model, observed, inputs.held_out, bf16, inputs.catalog, bar, speeds)
 
     with staging_directory(config.out) as stage:
         with bar("quantize", len(model.sites())) as progress, TensorWriter(stage, config.max_shard_bytes) as writer:
@@ -156,6 +156,7 @@ def build(config: BuildConfig) -> BuildOutcome:
         del model
         gc.collect()
         _write_descriptions(stage, inputs, sites, mods)
+        keep_table(stage, speeds)
         _complete(stage, config, inputs, mods, gate={"passed": None})
         bundle = Bundle.load(stage, verify=False)
         quantized_engine = ReferenceEngine(

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.config import BuildConfig
-from loka_serve.engines.base import EngineRequest
+from loka_serve.config import SERVED_BATCH, BuildConfig
+from loka_serve.dispatch.recipes import choose_with_speeds
+from loka_serve.engines.base import EngineLimits, EngineRequest
 from loka_serve.gate import Ranking
+from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.models.onerec_v2 import OneRecV2
 from loka_serve.probe.collect import SiteInputs
 from loka_serve.probe.cost import CANDIDATES, model_costs
 from loka_serve.probe.report import SiteReport
-from loka_serve.probe.run import ProbeOptions, probe, recipes_to_cost, with_costs
+from loka_serve.probe.run import AUTO, ProbeOptions, probe, recipes_to_cost, with_costs
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 CACHE_BYTES = 64 << 20
@@ -29,6 +31,7 @@ def probe_model(
     ranked: Sequence[Ranking],
     catalog: Catalog,
     bar: Bars,
+    speeds: Dispatch | None = None,
 ) -> list[SiteReport]:
     """Probe a calibrated model; the first `probe_cost_rows` held-out histories with an answer say what sites cost.
 
@@ -37,12 +40,17 @@ def probe_model(
         observed: calibration's inputs; emptied on the way.
         held_out, ranked: histories and what the model in BF16 recommends for them.
         bar: gives a progress bar.
+        speeds: what `auto` takes into account beside errors; None where nothing was measured.
 
     Raises:
         QuantizationError: names the site.
     """
     with bar("probe", len(model.sites())) as progress:
         sites = probe(model, observed, config.recipe, ProbeOptions(config.probe_pairs, config.seed), progress)
+    if speeds is not None and config.recipe == AUTO:
+        shape = model.config
+        limits = EngineLimits(SERVED_BATCH, shape.beam_width, shape.max_context, shape.levels)
+        sites = choose_with_speeds(sites, speeds, shape, limits)
     rows = [row for row, ranking in enumerate(ranked) if ranking.items][: config.probe_cost_rows]
     recipes = recipes_to_cost(sites)
     with bar("cost by site", len(rows)) as progress:

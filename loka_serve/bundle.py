@@ -39,6 +39,8 @@ PLAN_FILE = "plan.json"
 PROBE_FILE = "probe.json"
 GATE_FILE = "gate.json"
 CATALOG_FILE = "catalog.safetensors"
+DISPATCH_FILE = "dispatch.json"
+"""Written by `python -m loka_serve.dispatch measure --bundle`; a bundle may be without."""
 REQUIRED_FILES = (CONFIG_FILE, PLAN_FILE, PROBE_FILE, GATE_FILE, CATALOG_FILE)
 
 

@@ -29,6 +29,8 @@ DEFAULT_DELAY_MS = 2.0
 """How long a request waits for company where neither a setting nor `python -m loka_serve.tune` says."""
 LEAST_BEAM_LIMIT = 128
 """What a server takes at least unless told: a model with few beams by default still answers for many items."""
+SERVED_BATCH = 32
+"""Requests of a batch that a server takes unless its settings say otherwise."""
 HOPPER = "the hopper engine (others ignore these)"
 
 
@@ -117,6 +119,12 @@ class ServerConfig:
         HOPPER,
         HopperOptions.tune,
     )
+    frozen_dispatch: bool = setting(
+        Switch(),
+        "refuse to start, rather than measure, where no dispatch table of this GPU, driver and versions is there",
+        HOPPER,
+        HopperOptions.frozen_dispatch,
+    )
 
     max_queue: int = setting(
         Integer(1, 1 << 20), "most requests that wait; beyond that the answer is 429", "limits", 1024
@@ -171,6 +179,7 @@ class ServerConfig:
             memory_share=self.hopper_memory_share,
             catalog_headroom=self.hopper_catalog_headroom,
             tune=self.hopper_tune,
+            frozen_dispatch=self.frozen_dispatch,
         )
 
     @classmethod
@@ -241,6 +250,12 @@ class BuildConfig:
     )
     compare: bool = setting(
         Switch(), "build every other recipe as well, for one table of quality, bytes and time", "precision", False
+    )
+    dispatch: Path | None = setting(
+        ExistingPath(),
+        "a table of python -m loka_serve.dispatch measure: auto keeps BF16 where a recipe is not 1.05x as fast",
+        "precision",
+        None,
     )
     probe_pairs: int = setting(
         Integer(0, 10_000),

@@ -32,7 +32,7 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
         "engine_start_timeout_s": "10", "engine_batch_timeout_s": "11", "engine_restarts": "12",
         "hopper_context_precision": "fp8", "hopper_batches": "1,8", "hopper_beams": "128, 512", "hopper_contexts": "9",
         "hopper_memory_share": "0.5", "hopper_catalog_headroom": "2", "hopper_tune": "true", "drain_timeout_s": "13",
-        "log_level": "debug", "summary_interval_s": "14",
+        "log_level": "debug", "summary_interval_s": "14", "frozen_dispatch": "true",
     }  # fmt: skip
     assert set(values) == {field.name for field in dataclasses.fields(ServerConfig)}
     from_variables = read(**{f"LOKA_{name.upper()}": value for name, value in values.items()})
@@ -44,7 +44,7 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
     assert (from_variables.device, from_variables.max_delay_ms, from_variables.max_batch) == ("cuda:1", 1.5, 2)
     assert from_variables.allow_catalog_updates is True
     assert from_variables.hopper_options == HopperOptions(
-        "fp8", True, True, True, "radix", (1, 8), (128, 512), (9,), 0.5, 2.0
+        "fp8", True, True, True, True, "radix", (1, 8), (128, 512), (9,), 0.5, 2.0
     )
     assert read(*flags, LOKA_MAX_BATCH="99", LOKA_LOG_LEVEL="error") == from_variables
     assert read(*flags, "--no-allow-catalog-updates").allow_catalog_updates is False

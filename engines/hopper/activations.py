@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka_serve.engines.hopper.weights import Site
+from loka_serve.engines.hopper.weights import Site, SparseFeedForward
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.kernels.linear.implementations import linear
 from loka_serve.kernels.moe.combine import combine, combine_norm_quantize
+from loka_serve.kernels.moe.configurations import Configuration
 from loka_serve.kernels.norm_quantize.triton import residual_norm, residual_norm_both, residual_norm_quantize
 from loka_serve.kernels.quantize.triton import BLOCK_SCALES, NO_SCALES, ROW_SCALES, quantize_activation
 from loka_serve.kernels.swiglu_quantize.triton import swiglu, swiglu_quantize
@@ -48,6 +49,13 @@ class Producers:
         op = "linear" if out_dtype == torch.bfloat16 else "linear_float32"
         implementation = self.dispatch.choose(op, site.recipe, n, k, rows)
         return linear(x, scale, site.weight, site.scale, implementation, out_dtype)
+
+    def configure_experts(self, weights: SparseFeedForward, tokens: int) -> Configuration | None:
+        """What the table says of both grouped GEMMs; None where it says nothing, and for two GEMMs of two recipes."""
+        if weights.recipe != weights.down_recipe:
+            return None
+        groups, model, width = weights.experts.down.shape
+        return self.dispatch.choose_experts(weights.recipe, width, model, groups, tokens)
 
     def quantized(self, x: Tensor, recipes: set[str]) -> Activation:
         """A bfloat16 tensor [M, K] in the forms that `recipes` take."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from loka_serve.bundle import Bundle
+from loka_serve.bundle import DISPATCH_FILE, Bundle
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import BeamResult, DispatchInfo, EngineLimits, RequestBatch
 from loka_serve.engines.hopper.buckets import Buckets
@@ -36,7 +36,10 @@ class HopperEngine:
         options: HopperOptions = DEFAULT_OPTIONS,
         dispatch_file: Path | None = None,
     ) -> None:
-        """Raises EngineError: a device, model or limit that the engine does not run; names it and what it runs."""
+        """Raises EngineError: a device, model or limit that the engine does not run; names it and what it runs.
+
+        Also where `options.frozen_dispatch` is set and no dispatch table holds for this machine.
+        """
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -49,8 +52,10 @@ class HopperEngine:
         self.limits, self.catalog = limits, bundle.catalog
         weights = pack_weights(bundle.load_model(self.device, torch.bfloat16, cache_weight=False))
         dispatch, self.dispatch_info = None, DispatchInfo("defaults", "off")
-        if options.tune:
-            dispatch, self.dispatch_info = traced_dispatch_for(weights, buckets, self.device, dispatch_file)
+        if options.tune or options.frozen_dispatch:
+            dispatch, self.dispatch_info = traced_dispatch_for(
+                weights, buckets, self.device, dispatch_file, bundle.path / DISPATCH_FILE, options.frozen_dispatch
+            )
         self.decoder = HopperDecoder(weights, bundle.catalog.trie, limits, self.device, options, dispatch)
 
     def warmup(self) -> None:

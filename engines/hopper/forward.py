@@ -192,7 +192,8 @@ class Forward:
         else:
             logits = self.produce.project(normed, weights.router, torch.float32)
         rows, scale = normed.of(weights.recipe)
-        experts = expert_outputs(rows, scale, logits, weights.selection_bias, weights.experts, weights.top_k)
+        measured = self.produce.configure_experts(weights, len(rows))
+        experts = expert_outputs(rows, scale, logits, weights.selection_bias, weights.experts, weights.top_k, measured)
         shared = None if weights.shared is None else self._dense(weights.shared, normed)
         return self.produce.combine_norm(experts, shared, x, next_gain, next_recipe)
 

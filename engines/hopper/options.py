@@ -22,6 +22,7 @@ class HopperOptions:
         graphs: run every bucket as one CUDA graph, captured at warm-up; otherwise kernel by kernel.
         fused: quantize activations in the kernels that produce them; otherwise in kernels of their own.
         tune: measure at load which library runs each linear, unless that is on file; otherwise take defaults.
+        frozen_dispatch: refuse to start, whatever `tune` says, where no table of this machine's versions is on file.
         top_k: `radix`, our kernel, or `torch`, the library's, which breaks ties as it likes.
         batches, beams, contexts: sizes that graphs are captured for, ascending; empty: chosen from the limits.
         memory_share: part of the device's memory that weights and workspaces may fill.
@@ -33,6 +34,7 @@ class HopperOptions:
     graphs: bool = True
     fused: bool = True
     tune: bool = True
+    frozen_dispatch: bool = False
     top_k: str = "radix"
     batches: tuple[int, ...] = ()
     beams: tuple[int, ...] = ()
@@ -45,7 +47,7 @@ class HopperOptions:
             raise EngineError(f"context_precision {self.context_precision!r}: expected one of {CONTEXT_PRECISIONS}")
         if self.top_k not in TOP_K:
             raise EngineError(f"top_k {self.top_k!r}: expected one of {TOP_K}")
-        for name in ("graphs", "fused", "tune"):
+        for name in ("graphs", "fused", "tune", "frozen_dispatch"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"{name} {getattr(self, name)!r}: expected True or False")
         for name in ("batches", "beams", "contexts"):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from loka_serve.engines.base import DispatchInfo
 from loka_serve.engines.hopper.buckets import Buckets
 from loka_serve.engines.hopper.weights import DenseFeedForward, HopperWeights, Site
+from loka_serve.errors import EngineError
 from loka_serve.kernels.dispatch import Dispatch, Shape
+from loka_serve.kernels.dispatch_rule import MIN_SPEEDUP
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +55,45 @@ def dispatch_for(weights: HopperWeights, buckets: Buckets, device: torch.device,
 
 
 def traced_dispatch_for(
-    weights: HopperWeights, buckets: Buckets, device: torch.device, path: Path | None = None
+    weights: HopperWeights,
+    buckets: Buckets,
+    device: torch.device,
+    path: Path | None = None,
+    own: Path | None = None,
+    frozen: bool = False,
 ) -> tuple[Dispatch, DispatchInfo]:
-    """As `dispatch_for`, and where the table is from."""
+    """As `dispatch_for`, and where the table is from.
+
+    Args:
+        path: what is read if `own` does not serve, and written if that does not serve either.
+        own: the bundle's own table, which is read first and never written: a bundle is as it was built.
+        frozen: measure nothing.
+
+    Raises:
+        EngineError: `frozen`, and neither file holds what this engine needs, measured in this environment.
+    """
     shapes, path = shapes_of(weights, buckets), path or default_dispatch_file()
-    if path is not None and os.path.exists(path):  # Path.exists raises where a folder may not be looked into
-        dispatch = Dispatch.load(path, device)
+    reasons: list[tuple[str, str]] = []
+    for file in (own, path):
+        if file is None or not os.path.exists(file):  # Path.exists raises where a folder may not be looked into
+            continue
+        dispatch = Dispatch.load(file, device)
         if dispatch.covers(shapes):
             return dispatch, DispatchInfo("loaded")
-        info = DispatchInfo("measured", _reason_class(dispatch, path))
-    else:
-        info = DispatchInfo("measured", "no_file")
+        missing = sum(shape not in dispatch.entries for shape in shapes)
+        detail = dispatch.reason or f"{file} lacks {missing} of the {len(shapes)} shapes of this engine's buckets"
+        reasons.append((_reason_class(dispatch, file), detail))
+    if frozen:
+        problem = "; ".join(detail for _, detail in reasons) or f"there is no table: neither {own} nor {path}"
+        raise EngineError(
+            f"--frozen-dispatch: {problem}. Write one on this machine with python -m loka_serve.dispatch measure "
+            "--bundle DIR, or serve without --frozen-dispatch to measure at every such start"
+        )
+    info = DispatchInfo("measured", reasons[0][0] if reasons else "no_file")
     logger.info("dispatch: measuring %d shapes on %s; kept in %s", len(shapes), device, path or "memory alone")
-    dispatch = Dispatch.measure(shapes, device)
+    with tqdm(total=len(shapes), desc="dispatch", disable=not sys.stderr.isatty(), file=sys.stderr) as bar:
+        dispatch = Dispatch.measure(sorted(shapes), device, bar.update)
+    _warn_of_slow_recipes(dispatch)
     if path is None:
         return dispatch, info
     try:
@@ -72,6 +102,25 @@ def traced_dispatch_for(
     except OSError as error:
         logger.warning("dispatch: the table is not kept: %s", error)
     return dispatch, info
+
+
+def _warn_of_slow_recipes(dispatch: Dispatch) -> None:
+    """Says which weights would be faster in BF16 at every number of rows: they are quantized, so the build must know.
+
+    A bundle holds each weight in one recipe. Widened to BF16 at load it would take three times the memory, and its
+    inputs would be needed in another form, so only implementations of that recipe are candidates here.
+    """
+    slow: dict[tuple[str, str, int, int], bool] = {}
+    for shape, entry in dispatch.entries.items():
+        key = (shape.op, shape.recipe, shape.n, shape.k)
+        behind = entry.bf16_us is not None and not entry.bf16_us > MIN_SPEEDUP * min(entry.us.values())
+        slow[key] = slow.get(key, shape.recipe != "bf16") and behind
+    for (op, recipe, n, k), behind in slow.items():
+        if behind:
+            logger.warning(
+                "dispatch: %s [%d, %d] in %s is not %gx as fast as BF16 at any number of rows: build with --dispatch",
+                *(op, n, k, recipe, MIN_SPEEDUP),
+            )
 
 
 def _reason_class(loaded: Dispatch, path: Path) -> str:

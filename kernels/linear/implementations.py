@@ -1,26 +1,24 @@
 """Every way to compute a dense linear, by name: `linear` runs one, `implementations_for` says which can run.
 
-`reference` (any device), `torch` and, for fp8_row, `torch_fast`, `deep_gemm`, `triton_<rows>x<columns>` (the tiles of
-a program of `triton.py`).
+`reference` (any device), `torch` and, for scales a row or a tensor, `torch_fast`, `deep_gemm`, what further libraries
+give (see `adapters`), `triton_<rows>x<columns>` (the tiles of a program of `triton.py`).
 """
 
 from __future__ import annotations
-
-import functools
-import importlib.util
 
 import torch
 from torch import Tensor
 
 from ..quantize.reference import BLOCK
 from . import reference
-from .libraries import deep_gemm, deep_gemm_linear, pad_rows_of_scales, torch_linear
-from .tilings import TILINGS
+from .adapters import ADAPTERS, Problem, adapter_of
 
 RECIPES = ("bf16", "fp8_row", "fp8_block")
+"""What the hopper engine serves."""
+MEASURED_RECIPES = (*RECIPES, "fp8_tensor")
+"""What linears are computed in; one scale a tensor, for inputs as for weights, is there to be compared with."""
 OUT_DTYPES = (torch.bfloat16, torch.float32)
-LIBRARIES = ("torch", "torch_fast", "deep_gemm")
-IMPLEMENTATIONS = ("reference", *LIBRARIES, *TILINGS)
+IMPLEMENTATIONS = ("reference", *(name for adapter in ADAPTERS for name in adapter.implementations))
 """Every name that there is, whatever can run here."""
 
 
@@ -36,9 +34,10 @@ def linear(
 
     Args:
         x: contiguous [M, K]: bfloat16 without `scale`, or E4M3 with float32 `scale` [M] (fp8_row) or
-            [M, ceil(K / 128)] (fp8_block; any strides, read in place when laid out as by `allocate_scales`).
+            [M, ceil(K / 128)] (fp8_block; any strides, read in place when laid out as by `allocate_scales`) or []
+            (fp8_tensor).
         weight: contiguous [N, K] of the type of x.
-        weight_scale: float32 [N], or [ceil(N / 128), ceil(K / 128)]; in the layout of `weight_scale_for` it is read
+        weight_scale: float32 [N], [ceil(N / 128), ceil(K / 128)] or []; in the layout of `weight_scale_for` it is read
             in place, otherwise some implementations copy it first.
         implementation: one of `implementations_for`.
         out_dtype: torch.bfloat16, or torch.float32, which deep_gemm (for fp8_block) does not give.
@@ -52,14 +51,9 @@ def linear(
         return x.new_empty(0, weight.shape[0], dtype=out_dtype)
     if implementation == "reference":
         return reference.linear(x, scale, weight, weight_scale).to(out_dtype)
-    if implementation in ("torch", "torch_fast"):
-        return torch_linear(x, scale, weight, weight_scale, out_dtype, implementation == "torch_fast")
-    if implementation == "deep_gemm":
-        return deep_gemm_linear(x, scale, weight, weight_scale, out_dtype)
-    if implementation in TILINGS:
-        from .triton import triton_linear
-
-        return triton_linear(x, scale, weight, weight_scale, TILINGS[implementation], out_dtype)
+    adapter = adapter_of(implementation)
+    if adapter is not None:
+        return adapter.run(implementation, x, scale, weight, weight_scale, out_dtype)
     raise ValueError(f"implementation: no {implementation!r} for {recipe}")
 
 
@@ -75,16 +69,13 @@ def implementations_for(
 
     Raises ValueError for an unknown recipe.
     """
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {recipe!r}")
+    if recipe not in MEASURED_RECIPES:
+        raise ValueError(f"recipe: expected one of {', '.join(MEASURED_RECIPES)}, got {recipe!r}")
     device = torch.device(device)
     if device.type != "cuda":
         return ("reference",)
-    names = [name for name in LIBRARIES if _library_takes(name, recipe, rows, n, k, device)]
-    if recipe == "fp8_block" and out_dtype != torch.bfloat16 and "deep_gemm" in names:
-        names.remove("deep_gemm")
-    if _triton_takes(recipe, device):
-        names += [name for name, tiling in TILINGS.items() if tiling.rows[0] <= rows <= tiling.rows[1]]
+    problem = Problem(recipe, rows, n, k, out_dtype, torch.cuda.get_device_capability(device))
+    names = (name for adapter in ADAPTERS for name in adapter.implementations if adapter.takes(name, problem))
     return tuple(names) or ("reference",)
 
 
@@ -101,41 +92,15 @@ def weight_scale_for(implementation: str, weight_scale: Tensor | None) -> Tensor
     All implementations take all layouts, but torch pads unpadded block scales, and DeepGEMM unpads
     padded ones, at every call.
     """
-    if weight_scale is None or weight_scale.ndim == 1:
+    if weight_scale is None or weight_scale.ndim < 2:
         return weight_scale
-    return pad_rows_of_scales(weight_scale) if implementation == "torch" else weight_scale.contiguous()
+    adapter = adapter_of(implementation)
+    return weight_scale.contiguous() if adapter is None else adapter.weight_scale(weight_scale)
 
 
 def recipe_of(scale: Tensor | None) -> str:
     """The recipe that an activation's scales belong to."""
-    return "bf16" if scale is None else RECIPES[scale.ndim]
-
-
-def _library_takes(name: str, recipe: str, rows: int, n: int, k: int, device: torch.device) -> bool:
-    capability = torch.cuda.get_device_capability(device)
-    if name == "deep_gemm":
-        # TMA and its tiles want these; fp8_row it does not have.
-        wide = n % 64 == 0 and k % (64 if recipe == "bf16" else 128) == 0
-        return recipe != "fp8_row" and capability == (9, 0) and wide and deep_gemm() is not None
-    if recipe == "bf16":
-        return name == "torch"
-    if n % 16 or k % 16 or capability < (8, 9):
-        return False
-    if recipe == "fp8_row":
-        return True
-    # cuBLAS 12.9 on Hopper alone; scales of x are read in place only where their padding to four rows adds nothing.
-    return name == "torch" and capability == (9, 0) and _cuda_version() >= (12, 9) and rows % 4 == 0
-
-
-@functools.cache
-def _cuda_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-
-
-def _triton_takes(recipe: str, device: torch.device) -> bool:
-    if importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= ((8, 0) if recipe == "bf16" else (8, 9))
+    return "bf16" if scale is None else ("fp8_tensor", "fp8_row", "fp8_block")[scale.ndim]
 
 
 def _check(x: Tensor, scale: Tensor | None, weight: Tensor, weight_scale: Tensor | None, out_dtype: torch.dtype) -> str:
@@ -150,14 +115,18 @@ def _check(x: Tensor, scale: Tensor | None, weight: Tensor, weight_scale: Tensor
     expected: tuple[list[int] | None, list[int] | None] = (None, None)
     if scale is not None:
         k_blocks = -(-inner // BLOCK)
-        expected = ([rows], [channels])
+        expected = ([], []) if scale.ndim == 0 else ([rows], [channels])
         if scale.ndim == 2:
             expected = ([rows, k_blocks], [-(-channels // BLOCK), k_blocks])
     found = tuple(None if given is None else list(given.shape) for given in (scale, weight_scale))
-    if found != expected or not (weight_scale is None or weight_scale.shape[-1] == 1 or weight_scale.stride(-1) == 1):
+    if found != expected or (weight_scale is not None and not _rows_contiguous(weight_scale)):
         raise ValueError(
             f"scale, weight_scale: expected shapes {expected}, rows contiguous for the weight, got {found}"
         )
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype: expected bfloat16 or float32, got {out_dtype}")
     return recipe_of(scale)
+
+
+def _rows_contiguous(weight_scale: Tensor) -> bool:
+    return weight_scale.ndim == 0 or weight_scale.shape[-1] == 1 or weight_scale.stride(-1) == 1

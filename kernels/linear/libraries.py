@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.metadata
-import logging
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from .presence import Found, Presence, find_library, required
 
 
 def torch_linear(
@@ -26,11 +22,13 @@ def torch_linear(
     """cuBLASLt's GEMM on a CUDA device; operands as in `implementations.linear`.
 
     Args:
-        fast_accumulation: of fp8_row, leave whole sums in the tensor cores' accumulators, which keep about 14 bits,
-            instead of adding slices of them in float32.
+        fast_accumulation: with scales a row or a tensor, leave whole sums in the tensor cores' accumulators, which keep
+            about 14 bits, instead of adding slices of them in float32.
     """
     if scale is None or weight_scale is None:
         return torch.mm(x, weight.T) if out_dtype == x.dtype else torch.mm(x, weight.T, out_dtype=out_dtype)
+    if scale.ndim == 0:
+        return torch._scaled_mm(x, weight.T, scale, weight_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     if scale.ndim == 1:
         return torch._scaled_mm(
             x, weight.T, scale[:, None], weight_scale[None, :], out_dtype=out_dtype, use_fast_accum=fast_accumulation
@@ -70,9 +68,7 @@ def deep_gemm_linear(
     x: Tensor, scale: Tensor | None, weight: Tensor, weight_scale: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """DeepGEMM's bf16 or 1 x 128 by 128 x 128 GEMM; it reads the scales of x in place from `allocate_scales`."""
-    library = deep_gemm()
-    if library is None:
-        raise RuntimeError("deep_gemm is not installed, or does not import here")
+    library = required(_find_deep_gemm())
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
     if scale is None or weight_scale is None:
         library.bf16_gemm_nt(x, weight, out)
@@ -81,25 +77,15 @@ def deep_gemm_linear(
     return out
 
 
-@functools.cache
 def deep_gemm() -> ModuleType | None:
     """The module, or None; a broken installation is logged."""
-    try:
-        return importlib.import_module("deep_gemm")
-    except ImportError:
-        return None
-    except Exception as error:  # it looks for a CUDA toolkit when imported, and asserts
-        logger.warning("deep_gemm does not import: %s", error)
-        return None
+    return _find_deep_gemm()[0]
 
 
-def deep_gemm_version() -> str | None:
-    """Its version where it imports, whichever distribution it comes from."""
-    if deep_gemm() is None:
-        return None
-    for distribution in ("deep-gemm", "sgl-deep-gemm"):
-        try:
-            return f"{distribution} {importlib.metadata.version(distribution)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return str(getattr(deep_gemm(), "__version__", "unknown"))
+def deep_gemm_presence() -> Presence:
+    """Its version where it imports, whichever distribution it comes from, or why it does not."""
+    return _find_deep_gemm()[1]
+
+
+def _find_deep_gemm() -> Found:
+    return find_library("deep_gemm", "deep_gemm", ("deep-gemm", "sgl-deep-gemm"))

@@ -9,6 +9,9 @@ the rule above and, on the calibration rows:
 * a router still selects at least 99.9 % of the experts;
 * a head keeps at least 99 % of its top 50 codes, and its distribution stays within 0.001 nats of the reference's.
 
+Where speeds were measured (`--dispatch`), a recipe must also be more than 1.05 times as fast as BF16, and the fastest
+of those within bounds is taken.
+
 Embeddings and norms are not GEMMs and always stay high.
 """
 
@@ -17,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from loka_serve.kernels.dispatch_rule import MAX_FLOORED_MERE as MAX_FLOORED_MERE  # the mods report by it, too
+from loka_serve.kernels.dispatch_rule import MIN_SPEEDUP
 from loka_serve.probe.measure import RecipeError
 from loka_serve.probe.sites import SiteKind
 from loka_serve.quantization.recipes import RECIPES
 
-MAX_FLOORED_MERE = 0.2
 MIN_ROUTING_AGREEMENT = 0.999
 MIN_HEAD_OVERLAP = 0.99
 MAX_HEAD_KL = 1e-3
@@ -42,17 +46,36 @@ class Choice:
     reason: str
 
 
-def choose(kind: SiteKind, errors: Mapping[str, RecipeError]) -> Choice:
-    """The recipe of a site from the errors measured there; no errors (the site saw no rows) means bf16."""
+def choose(kind: SiteKind, errors: Mapping[str, RecipeError], speedups: Mapping[str, float] | None = None) -> Choice:
+    """The recipe of a site from the errors measured there; no errors (the site saw no rows) means bf16.
+
+    Args:
+        speedups: times as fast as BF16 by recipe, at the rows that the site sees; a recipe that is not there does not
+            run. None where speeds were not measured.
+    """
     if not errors:
         return Choice("bf16", "no calibration rows reached it")
     reasons: list[str] = []
-    for recipe in PREFERENCES[kind]:
-        objection = _objection(kind, errors[recipe])
+    order = PREFERENCES[kind]
+    if speedups is not None:
+        order = tuple(sorted(order, key=lambda recipe: -speedups.get(recipe, 0.0)))
+    for recipe in order:
+        objection = _objection(kind, errors[recipe]) or _too_slow(recipe, speedups)
         if objection is None:
-            return Choice(recipe, "; ".join([*reasons, f"{recipe} is within bounds"]))
+            gain = "" if speedups is None else f", {speedups[recipe]:.2f}x the speed of BF16"
+            return Choice(recipe, "; ".join([*reasons, f"{recipe} is within bounds{gain}"]))
         reasons.append(f"{recipe}: {objection}")
     return Choice("bf16", "; ".join(reasons))
+
+
+def _too_slow(recipe: str, speedups: Mapping[str, float] | None) -> str | None:
+    if speedups is None:
+        return None
+    if recipe not in speedups:
+        return "no kernel was measured"
+    if not speedups[recipe] > MIN_SPEEDUP:
+        return f"{speedups[recipe]:.2f}x the speed of BF16 is not above {MIN_SPEEDUP:g}x"
+    return None
 
 
 def fixed(kind: SiteKind, recipe: str, errors: Mapping[str, RecipeError]) -> Choice:

@@ -19,7 +19,8 @@ def speed_by_rows(sites: Sequence[Record], dispatch: Record | None) -> dict[str,
 
     Returns:
         ``measured``; ``reason`` where it is false; ``environment`` of the measurement; ``cells``: one for each site and
-        bucket of rows with ``site, rows, recipe, library, us, bf16_us``, times in microseconds, rows ascending.
+        bucket of rows with ``site, rows, recipe, library, us, bf16_us, mere``, times in microseconds (of experts, of
+        both GEMMs), floored MERE or None, rows ascending.
     """
     if dispatch is None:
         return {"measured": False, "reason": NOT_MEASURED, "environment": {}, "cells": []}
@@ -29,16 +30,21 @@ def speed_by_rows(sites: Sequence[Record], dispatch: Record | None) -> dict[str,
         by_shape.setdefault((shape["op"], shape["recipe"], shape["n"], shape["k"]), []).append(entry)
     cells = []
     for site in sites:
-        recipe = site["choice"]["recipe"]
-        if site["kind"] == "grouped":
-            continue  # experts are timed by a sweep of their own, not by this table
-        n, k = site["shape"][-2:]
-        op = "linear_float32" if site["kind"] in ("head", "router") else "linear"  # what decides keeps its precision
-        of_site = by_shape.get((op, recipe, n, k), [])
+        of_site = by_shape.get(_key(site), [])
         cells += [_cell(site["name"], entry) for entry in sorted(of_site, key=lambda entry: entry["shape"]["rows"])]
     if not cells:
         return {"measured": False, "reason": NO_ENTRIES, "environment": dispatch["environment"], "cells": []}
     return {"measured": True, "reason": "", "environment": dict(dispatch["environment"]), "cells": cells}
+
+
+def _key(site: Record) -> tuple[str, str, int, int]:
+    """Operation, recipe, n and k of a site's entries."""
+    recipe, (n, k) = site["choice"]["recipe"], site["shape"][-2:]
+    if site["kind"] == "grouped":  # both GEMMs are timed as one: n is an expert's width, k the model's
+        width, model = (k, n) if site["name"].endswith(".down") else (n // 2, k)
+        return "experts", recipe, width, model
+    # What decides keeps its precision.
+    return "linear_float32" if site["kind"] in ("head", "router") else "linear", recipe, n, k
 
 
 def _cell(site: str, entry: Record) -> dict[str, Any]:
@@ -50,4 +56,5 @@ def _cell(site: str, entry: Record) -> dict[str, Any]:
         "library": library,
         "us": us,
         "bf16_us": entry["bf16_us"],
+        "mere": entry.get("mere", {}).get(library),
     }

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from loka_serve.bundle import DISPATCH_FILE
 from loka_serve.errors import BundleError
 from loka_serve.report.content import gather
 from loka_serve.report.page import render
 
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
-COMPARISON_FILE, DISPATCH_FILE = "comparison.json", "dispatch.json"
+COMPARISON_FILE = "comparison.json"
 
 
 def report_files(directory: Path, model_name: str, engine: str, dispatch: Path | None = None) -> dict[str, bytes]:

@@ -9,7 +9,13 @@ import pytest
 
 from loka_serve.command_line import run_command_line
 
-REQUIRED = {"engine": [], "kernels": [], "ablation": [], "agreement": ["--bundle", "bundle", "--histories", __file__]}
+REQUIRED = {
+    "engine": [],
+    "kernels": [],
+    "ablation": [],
+    "dispatch": [],
+    "agreement": ["--bundle", "bundle", "--histories", __file__],
+}
 
 
 def error_of(
@@ -53,6 +59,9 @@ def test_a_result_that_cannot_be_written_is_said_first(
         ("engine", ["--seconds", "nan"], "error: argument --seconds: expected a number of seconds above 0, got 'nan'"),
         ("engine", ["--yardstick", "nowhere"], "error: argument --yardstick: expected an existing file, got 'nowhere'"),
         ("engine", ["--keep", "nowhere"], "error: argument --keep: expected an existing file, got 'nowhere'"),
+        ("dispatch", ["--rows", "0"], "error: argument --rows: expected a whole number from 1, got '0'"),
+        ("dispatch", ["--budget", "nan"], "error: argument --budget: expected a number of seconds above 0, got 'nan'"),
+        ("dispatch", ["--preset", "huge"], "error: argument --preset: invalid choice: 'huge'"),
         ("kernels", ["--only", "fft"], "error: argument --only: invalid choice: 'fft'"),
         ("ablation", ["--seconds", "0"], "error: argument --seconds: expected a number of seconds above 0, got '0'"),
         ("agreement", ["--rows", "0"], "error: argument --rows: expected a whole number from 1, got '0'"),

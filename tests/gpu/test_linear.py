@@ -71,8 +71,8 @@ def test_every_implementation(shape: tuple[int, int], rows: int, recipe: str, ou
         assert out.dtype == out_dtype
         errors[name] = largest_row_error(out, expected)
     bounds = dict.fromkeys(errors, limit)
-    if "torch_fast" in bounds:  # up to 120 additions, each cut to 14 bits
-        bounds["torch_fast"] = 2**-6
+    # Of the fast ones up to 120 additions, each cut to 14 bits; what libraries do within a sum is theirs to say.
+    bounds |= {name: 2**-6 for name in bounds if name.endswith("_fast") or name in ("flashinfer", "torchao", "fbgemm")}
     assert {name: error for name, error in errors.items() if error >= bounds[name]} == {}
 
 
@@ -104,6 +104,10 @@ def test_dispatch_measures_saves_and_loads(tmp_path: Path) -> None:
     ]
     dispatch = Dispatch.measure(shapes, "cuda")
     assert dispatch.covers(shapes)
+    for shape, entry in dispatch.entries.items():
+        # BF16 rounds to 8 bits; E4M3 to 4, which on Gaussian values is 0.08.
+        low, high = (0.0, 0.02) if shape.recipe == "bf16" else (0.04, 0.12)
+        assert all(low <= mere < high for mere in entry.mere.values()) and set(entry.mere) == set(entry.us)
     dispatch.save(tmp_path / "dispatch.json")
     loaded = Dispatch.load(tmp_path / "dispatch.json", "cuda")
     assert loaded == dispatch and not loaded.reason
@@ -116,3 +120,30 @@ def test_dispatch_measures_saves_and_loads(tmp_path: Path) -> None:
             out_dtype = torch.float32 if shape.op == "linear_float32" else torch.bfloat16
             found = linear(*operands, name, out_dtype)
             assert largest_row_error(found, reference.linear(*operands)) < ERROR_LIMITS[shape.recipe]
+
+
+def test_one_scale_a_tensor() -> None:
+    operands = make_operands("fp8_tensor", 64, 1408, 1408, "cuda")
+    expected = reference.linear(*operands)
+    names = implementations_for("fp8_tensor", 64, 1408, 1408, "cuda")
+    assert "torch" in names
+    for name in names:
+        assert largest_row_error(linear(*operands, name), expected) < 2**-6, name
+
+
+def test_experts_are_measured_and_chosen() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the experts' fastest kernels need Hopper")
+    shapes = [
+        Shape("experts", recipe, 1408, 1408, tokens, groups=54, slots=4, shared=1)
+        for recipe in ("bf16", "fp8_block")
+        for tokens in (8, 512)
+    ]
+    dispatch = Dispatch.measure(shapes, "cuda")
+    assert dispatch.covers(shapes)
+    for shape, entry in dispatch.entries.items():
+        assert len(entry.us) >= 2 and entry.bf16_us is not None
+        # Two GEMMs in a row: a little more than one's error.
+        low, high = (0.0, 0.03) if shape.recipe == "bf16" else (0.05, 0.2)
+        assert all(low <= mere < high for mere in entry.mere.values()), shape
+        assert dispatch.choose_experts(shape.recipe, 1408, 1408, 54, shape.rows) is not None

@@ -63,3 +63,14 @@ def test_a_recipe_asked_for_spares_routers_and_heads() -> None:
     assert fixed("router", "fp8_row", errors).recipe == "bf16"
     assert fixed("head", "fp8_row", errors).recipe == "bf16"
     assert fixed("head", "bf16", errors).recipe == "bf16"
+
+
+def test_speeds_choose_the_fastest_within_bounds_and_bf16_without_a_gain() -> None:
+    errors = {"fp8_row": error(0.08), "fp8_block": error(0.07)}
+    faster = choose("linear", errors, {"fp8_row": 1.2, "fp8_block": 1.4})
+    assert faster.recipe == "fp8_block" and faster.reason.endswith("1.40x the speed of BF16")
+    assert choose("linear", {**errors, "fp8_block": error(0.3)}, {"fp8_row": 1.2, "fp8_block": 1.4}).recipe == "fp8_row"
+    slow = choose("linear", errors, {"fp8_row": 1.05, "fp8_block": 0.9})
+    assert slow.recipe == "bf16" and "fp8_row: 1.05x the speed of BF16 is not above 1.05x" in slow.reason
+    only = choose("grouped", {"fp8_row": error(0.01), "fp8_block": error(0.3)}, {"fp8_block": 2.0})
+    assert only.recipe == "bf16" and "fp8_row: no kernel was measured" in only.reason

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import pwd
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from loka_serve.engines.base import DISPATCH_REASONS, DISPATCH_SOURCES, Dispatch
 from loka_serve.engines.hopper import tuning  # noqa: E402
 from loka_serve.engines.hopper.buckets import Buckets  # noqa: E402
 from loka_serve.engines.hopper.weights import HopperWeights, pack_weights  # noqa: E402
+from loka_serve.errors import EngineError  # noqa: E402
 from loka_serve.kernels.dispatch import Dispatch, Entry, Shape  # noqa: E402
 from loka_serve.models.config import PRESETS  # noqa: E402
 from loka_serve.models.onerec_v2 import OneRecV2  # noqa: E402
@@ -44,8 +46,9 @@ def test_a_table_on_file_is_taken_only_if_it_covers_the_shapes(
 ) -> None:
     measured: list[set[Shape]] = []
 
-    def measure(shapes: set[Shape], device: torch.device) -> Dispatch:
+    def measure(shapes: list[Shape], device: torch.device, progress: Callable[[int], object]) -> Dispatch:
         measured.append(set(shapes))
+        progress(len(shapes))
         table = Dispatch.unmeasured(device)
         return Dispatch(device, table.environment, {shape: Entry({"reference": 1.0}, None) for shape in shapes})
 
@@ -65,7 +68,7 @@ def test_where_a_table_is_from_and_why(weights: HopperWeights, tmp_path: Path, m
     path, device = tmp_path / "dispatch.json", torch.device("cpu")
     here = Dispatch.unmeasured(device)
 
-    def measure(shapes: set[Shape], device: torch.device) -> Dispatch:
+    def measure(shapes: Iterable[Shape], device: torch.device, progress: object = None) -> Dispatch:
         return Dispatch(device, here.environment, {shape: Entry({"reference": 1.0}, None) for shape in shapes})
 
     def info(buckets: Buckets = BUCKETS) -> DispatchInfo:
@@ -87,7 +90,7 @@ def test_where_a_table_is_from_and_why(weights: HopperWeights, tmp_path: Path, m
 def test_a_place_that_cannot_be_written_costs_only_the_file(
     weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device: Dispatch.unmeasured(device))
+    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device, progress: Dispatch.unmeasured(device))
     (tmp_path / "file").write_text("")
     tuning.dispatch_for(weights, BUCKETS, torch.device("cpu"), tmp_path / "file" / "dispatch.json")
     assert "the table is not kept" in caplog.text
@@ -97,7 +100,7 @@ def test_a_place_that_cannot_be_written_costs_only_the_file(
 def test_a_user_without_a_home_costs_only_the_file(
     weights: HopperWeights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: str | None
 ) -> None:
-    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device: Dispatch.unmeasured(device))
+    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device, progress: Dispatch.unmeasured(device))
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", _no_entry)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -126,8 +129,92 @@ def test_a_folder_that_may_not_be_looked_into_costs_only_the_file(
     def refused(self: Dispatch, place: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(place))
 
-    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device: Dispatch.unmeasured(device))
+    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device, progress: Dispatch.unmeasured(device))
     monkeypatch.setattr(Dispatch, "save", refused)
     monkeypatch.setattr(os, "stat", stat)
     tuning.dispatch_for(weights, BUCKETS, torch.device("cpu"), path)
     assert f"the table is not kept: [Errno {errno.EACCES}] Permission denied: '{path}'" in caplog.text
+
+
+def complete(weights: HopperWeights, **changes: Any) -> Dispatch:
+    """A table of all shapes, measured here but for what is changed of the environment."""
+    here = Dispatch.unmeasured("cpu")
+    environment = dataclasses.replace(here.environment, **changes)
+    return Dispatch(here.device, environment, {shape: Entry({"reference": 1.0}, 2.0) for shape in _shapes(weights)})
+
+
+def _shapes(weights: HopperWeights) -> set[Shape]:
+    return tuning.shapes_of(weights, BUCKETS)
+
+
+def refuse(shapes: object, device: object, progress: object) -> NoReturn:
+    raise AssertionError("measured all the same")
+
+
+def test_the_bundle_s_own_table_is_read_first_and_never_written(
+    weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, kept, device = tmp_path / "bundle.json", tmp_path / "kept.json", torch.device("cpu")
+    complete(weights).save(own)
+    monkeypatch.setattr(Dispatch, "measure", refuse)
+    for frozen in (False, True):
+        found, info = tuning.traced_dispatch_for(weights, BUCKETS, device, kept, own, frozen)
+        assert info == DispatchInfo("loaded") and found.covers(_shapes(weights)) and not kept.exists()
+
+    complete(weights, driver="570.2").save(own)
+    before = own.read_bytes()
+    measured = complete(weights)
+    monkeypatch.setattr(Dispatch, "measure", lambda shapes, device, progress: measured)
+    found, info = tuning.traced_dispatch_for(weights, BUCKETS, device, kept, own)
+    assert info == DispatchInfo("measured", "other_environment") and found is measured
+    assert own.read_bytes() == before and Dispatch.read(kept).entries == measured.entries
+    monkeypatch.setattr(Dispatch, "measure", refuse)  # what is kept serves from now on, frozen too
+    assert tuning.traced_dispatch_for(weights, BUCKETS, device, kept, own, True)[1] == DispatchInfo("loaded")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no table: neither"),
+        ("{", "own.json is no dispatch table: JSONDecodeError"),
+        ("[]", "own.json is no dispatch table: TypeError"),
+        ("driver", "own.json was measured elsewhere: driver None here but 570.2 there"),
+        ("half", "own.json lacks 1 of the"),
+    ],
+)
+def test_frozen_refuses_what_would_be_measured(
+    weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, message: str
+) -> None:
+    own, kept = tmp_path / "own.json", tmp_path / "kept.json"
+    if content == "driver":
+        complete(weights, driver="570.2").save(own)
+    elif content == "half":
+        table = complete(weights)
+        entries = dict(table.entries)
+        entries.popitem()
+        dataclasses.replace(table, entries=entries).save(own)
+    elif content is not None:
+        own.write_text(content)
+    monkeypatch.setattr(Dispatch, "measure", refuse)
+    with pytest.raises(EngineError, match="^--frozen-dispatch: ") as caught:
+        tuning.traced_dispatch_for(weights, BUCKETS, torch.device("cpu"), kept, own, frozen=True)
+    assert message in str(caught.value) and "python -m loka_serve.dispatch measure --bundle" in str(caught.value)
+    assert not kept.exists()
+
+
+def test_weights_that_bf16_would_beat_at_every_number_of_rows_are_named(
+    weights: HopperWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def measure(shapes: Iterable[Shape], device: torch.device, progress: object) -> Dispatch:
+        slow, mixed = ("linear", "fp8_row", 64, 64), ("linear", "fp8_row", 192, 64)
+        entries = {Shape(*key, rows): Entry({"torch": 10.0}, 10.4) for key in (slow, mixed) for rows in (1, 8)}
+        entries[Shape(*mixed, 512)] = Entry({"torch": 10.0}, 10.6)
+        entries[Shape("linear", "bf16", 64, 64, 8)] = Entry({"torch": 10.0}, 10.0)
+        return Dispatch(device, Dispatch.unmeasured(device).environment, entries)
+
+    monkeypatch.setattr(Dispatch, "measure", measure)
+    tuning.dispatch_for(weights, BUCKETS, torch.device("cpu"), tmp_path / "kept.json")
+    warnings = [record.message for record in caplog.records if "build with --dispatch" in record.message]
+    assert warnings == [
+        "dispatch: linear [64, 64] in fp8_row is not 1.05x as fast as BF16 at any number of rows: build with --dispatch"
+    ]
