@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from loka_serve.mods.channels import ChannelGroup
+from loka_serve.mods.channels import LARGEST_EXPONENT, ChannelGroup
 from loka_serve.mods.groups import channel_groups
 from loka_serve.mods.workspace import Rewrite, Workspace, worst
 
@@ -28,7 +28,8 @@ def smooth(work: Workspace) -> list[Rewrite]:
     for group in channel_groups(work.model):
         if not work.recipes:
             break
-        exponents = smoothing_exponents(*channel_maxima(work, group))
+        # Cut here, too, so that what is told of a rewrite is what was done.
+        exponents = smoothing_exponents(*channel_maxima(work, group)).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
         if int(exponents.abs().max()) < LEAST_OCTAVES:
             continue
         before = work.errors(group)
