@@ -118,6 +118,39 @@ class DispatchedEngine(Engine, Protocol):
     dispatch_info: DispatchInfo
 
 
+@dataclass(frozen=True)
+class SiteDrift:
+    """How far a site's inputs are from calibration's.
+
+    Attributes:
+        psi: population stability index; None before enough was seen.
+        amax_ratio: largest input over calibration's largest; None before enough was seen.
+        in_fallback: the site computes in BF16 instead of its recipe.
+        fell_back: it does so since this judgement.
+    """
+
+    site: str
+    psi: float | None
+    amax_ratio: float | None
+    in_fallback: bool
+    fell_back: bool = False
+
+
+@runtime_checkable
+class DriftWatchingEngine(Engine, Protocol):
+    """An engine that compares its sites' inputs with calibration's, and puts those that drift into BF16.
+
+    Attributes:
+        drift_sites: names of the sites that it watches.
+    """
+
+    drift_sites: tuple[str, ...]
+
+    def judge_drift(self) -> list[SiteDrift] | None:
+        """Act on what batches have shown; None if there is nothing new. Called between batches."""
+        ...
+
+
 class Ticket(Protocol):
     """A batch on its way; only the engine that gave it can read it."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
+from loka_serve.drift.options import DriftOptions
 from loka_serve.engines import ENGINES
 from loka_serve.engines.hopper.options import CONTEXT_PRECISIONS, HopperOptions
 from loka_serve.mods.names import EXPECTED, parse_mods
@@ -32,6 +33,7 @@ LEAST_BEAM_LIMIT = 128
 SERVED_BATCH = 32
 """Requests of a batch that a server takes unless its settings say otherwise."""
 HOPPER = "the hopper engine (others ignore these)"
+DRIFT = "the drift guard (with the reference engine only, for now; hopper ignores these)"
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,28 @@ class ServerConfig:
     )
     max_catalog_bytes: int = setting(Integer(1, 1 << 40), "largest body of PUT /v1/catalog", "catalog", 2 << 30)
 
+    drift_sample_every: int = setting(
+        Integer(0, 1 << 20),
+        "compare every site's inputs with calibration's in one batch of so many; 0 for no guard",
+        DRIFT,
+        DriftOptions.sample_every,
+    )
+    drift_window: int = setting(
+        Integer(1, 1 << 20), "sampled requests that a site is judged by, the latest ones", DRIFT, DriftOptions.window
+    )
+    drift_psi_limit: float = setting(
+        Number(0.001, 1000),
+        "population stability index beyond which a site computes in BF16, until it is within half of it",
+        DRIFT,
+        DriftOptions.psi_limit,
+    )
+    drift_amax_ratio: float = setting(
+        Number(1.001, 1_000_000),
+        "largest input over calibration's, beyond which a site computes in BF16",
+        DRIFT,
+        DriftOptions.amax_ratio,
+    )
+
     engine_start_timeout_s: float = setting(
         Number(1, 86_400), "longest time for the engine to load and warm up", "faults", 900.0
     )
@@ -181,6 +205,11 @@ class ServerConfig:
             tune=self.hopper_tune,
             frozen_dispatch=self.frozen_dispatch,
         )
+
+    @property
+    def drift_options(self) -> DriftOptions:
+        """What the drift guard is to be started with."""
+        return DriftOptions(self.drift_sample_every, self.drift_window, self.drift_psi_limit, self.drift_amax_ratio)
 
     @classmethod
     def from_command_line(cls, arguments: Sequence[str], environment: Mapping[str, str]) -> Self:

@@ -20,6 +20,7 @@ ALLOWED = {
     "decoding": {"errors", "kernels", "models", "catalog"},
     "quantization": {"errors", "kernels", "models", "tensor_files"},
     "probe": {"errors", "kernels", "models", "catalog", "decoding", "quantization", "engines"},
+    "drift": {"errors", "models", "catalog", "quantization", "probe", "engines"},
     "mods": {"errors", "models", "quantization", "probe"},
     "engines": {"errors", "kernels", "models", "catalog", "decoding", "quantization", "bundle"},
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from loka_serve.config import ServerConfig
+from loka_serve.drift.options import DriftOptions
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.settings import ConfigError, OutputPath
 
@@ -33,6 +34,7 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
         "hopper_context_precision": "fp8", "hopper_batches": "1,8", "hopper_beams": "128, 512", "hopper_contexts": "9",
         "hopper_memory_share": "0.5", "hopper_catalog_headroom": "2", "hopper_tune": "true", "drain_timeout_s": "13",
         "log_level": "debug", "summary_interval_s": "14", "frozen_dispatch": "true",
+        "drift_sample_every": "15", "drift_window": "16", "drift_psi_limit": "0.5", "drift_amax_ratio": "1.5",
     }  # fmt: skip
     assert set(values) == {field.name for field in dataclasses.fields(ServerConfig)}
     from_variables = read(**{f"LOKA_{name.upper()}": value for name, value in values.items()})
@@ -46,6 +48,7 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
     assert from_variables.hopper_options == HopperOptions(
         "fp8", True, True, True, True, "radix", (1, 8), (128, 512), (9,), 0.5, 2.0
     )
+    assert from_variables.drift_options == DriftOptions(15, 16, 0.5, 1.5)
     assert read(*flags, LOKA_MAX_BATCH="99", LOKA_LOG_LEVEL="error") == from_variables
     assert read(*flags, "--no-allow-catalog-updates").allow_catalog_updates is False
 

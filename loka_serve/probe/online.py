@@ -13,6 +13,8 @@ from loka_serve.probe.site_statistics import SiteStatistics
 
 EVERY = 100
 MAX_ROWS = 256
+MOST_CALL_ROWS = 4
+"""Times `MAX_ROWS` that one call gives where shares count: experts see a beam several times, the context is longer."""
 
 
 class OnlineProbe:
@@ -47,6 +49,7 @@ class OnlineProbe:
         self.every, self.max_rows = every, max_rows
         self.batches = self.sampled = 0
         self._modules, self._covariance = dict(sites), covariance
+        self._call_rows = 0
         self.sites = self._empty()
 
     def begin_batch(self) -> bool:
@@ -64,20 +67,30 @@ class OnlineProbe:
             rows: [M, in], any float dtype and device; valid rows only (no padding), sorted by group at a grouped site.
             group_offsets: int64 [groups + 1] of a grouped site, on the same device.
         """
-        self.sites[site].update(rows, group_offsets, self.max_rows)
+        limit = self.max_rows
+        if limit and self._call_rows > limit:
+            # Of every call the same share: the first level's few rows would else weigh as much as a later one's many.
+            limit = min(-(-len(rows) * limit // self._call_rows), MOST_CALL_ROWS * limit)
+        self.sites[site].update(rows, group_offsets, limit)
 
     @contextmanager
-    def watching(self, model: OneRecV2) -> Iterator[bool]:
-        """Run one batch of a model inside; gives whether it is observed. The model has no observers afterwards."""
+    def watching(self, model: OneRecV2, call_rows: int = 0) -> Iterator[bool]:
+        """Run one batch of a model inside; gives whether it is observed. The model has no observers afterwards.
+
+        Args:
+            call_rows: beams of the whole batch, the rows of a decode step after the first. With it, steps are looked at
+                in proportion to their rows, as calibration does; without it, `max_rows` of each.
+        """
         if not self.begin_batch():
             yield False
             return
-        modules = model.sites()
+        modules, self._call_rows = model.sites(), call_rows
         for name, module in modules.items():
             module.observer = _Observer(self, name)
         try:
             yield True
         finally:
+            self._call_rows = 0
             for module in modules.values():
                 module.observer = None
 

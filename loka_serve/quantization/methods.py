@@ -47,6 +47,10 @@ class SiteMethod:
                 torch.mm(inputs[start:end], self._weight(group).T, out=output[start:end])
         return output.to(x.dtype)
 
+    def dequantized_weight(self) -> Tensor:
+        """The float32 weight that the site multiplies by, [out, in] or [groups, out, in]."""
+        return self._dequantize_all() if self._dequantized is None else self._dequantized
+
     def _weight(self, group: int | None = None) -> Tensor:
         if self._dequantized is not None:
             return self._dequantized if group is None else self._dequantized[group]

@@ -21,6 +21,7 @@ from loka_serve.server.messages import (
     Batch,
     BatchResult,
     CatalogLoaded,
+    Drift,
     Ready,
     StartFailed,
     SwapFinished,
@@ -220,6 +221,8 @@ class EngineClient:
                 self.batcher.swap_started()
             elif isinstance(message, SwapFinished):
                 self._swap_finished(message)
+            elif isinstance(message, Drift):
+                self.metrics.set_drift(message.sites)
             elif isinstance(message, Ready):
                 self._started(message, connection)
             elif isinstance(message, StartFailed):
@@ -232,6 +235,7 @@ class EngineClient:
             message.engine, message.device, message.load_seconds, message.warmup_seconds,
         )  # fmt: skip
         self.metrics.set_dispatch(message.dispatch_source, message.dispatch_reason)
+        self.metrics.expect_drift(message.drift_sites)
         self._missing = set(self.extra_catalogs)
         for version in self._missing:
             connection.send(messages.LoadCatalog(version, self.extra_catalogs[version]))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.engines.base import DispatchedEngine, Engine
+from loka_serve.engines.base import DispatchedEngine, DriftWatchingEngine, Engine
 from loka_serve.errors import LokaError
 from loka_serve.server import messages
 from loka_serve.server.engine_worker import EngineWorker
@@ -34,6 +34,7 @@ def main() -> None:
     for limit in ("--cpu-threads", "--max-batch", "--max-beam-width", "--max-context"):
         parser.add_argument(limit, type=int, required=True)
     parser.add_argument("--hopper-options", required=True)
+    parser.add_argument("--drift-options", required=True)
     add_connection_arguments(parser)
     arguments = parser.parse_args()
 
@@ -43,6 +44,8 @@ def main() -> None:
 
         from loka_serve.bundle import Bundle
         from loka_serve.cores import default_threads
+        from loka_serve.drift.engine import guarded
+        from loka_serve.drift.options import DriftOptions
         from loka_serve.engines import load_engine
         from loka_serve.engines.base import EngineLimits
         from loka_serve.engines.hopper.options import HopperOptions
@@ -56,7 +59,8 @@ def main() -> None:
             arguments.max_batch, arguments.max_beam_width, arguments.max_context, bundle.config.levels
         )
         options = HopperOptions.from_json(arguments.hopper_options)
-        return load_engine(bundle, arguments.engine, device, limits, options), bundle.catalog, device
+        engine = load_engine(bundle, arguments.engine, device, limits, options)
+        return guarded(engine, bundle.probe, DriftOptions.from_json(arguments.drift_options)), bundle.catalog, device
 
     serve(arguments, load)
 
@@ -111,6 +115,7 @@ def _serve(
         warmup_seconds=warm - loaded,
         dispatch_source=dispatch.source if dispatch else None,
         dispatch_reason=dispatch.reason if dispatch else None,
+        drift_sites=engine.drift_sites if isinstance(engine, DriftWatchingEngine) else (),
     )
     worker = EngineWorker(engine, catalog, work, results, parent)
     results.send(messages.encode(ready))

@@ -18,11 +18,19 @@ from dataclasses import dataclass, field
 import zmq
 
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.engines.base import AsynchronousEngine, BeamResult, Engine, EngineRequest, RequestBatch, Ticket
+from loka_serve.engines.base import (
+    AsynchronousEngine,
+    BeamResult,
+    DriftWatchingEngine,
+    Engine,
+    EngineRequest,
+    RequestBatch,
+    Ticket,
+)
 from loka_serve.errors import LokaError
 from loka_serve.server import messages
 from loka_serve.server.engine_batches import ComputedBatch, PreparedBatch, finish, prepare
-from loka_serve.server.messages import CATALOG, Batch, CatalogLoaded, SwapFinished, SwapStarted
+from loka_serve.server.messages import CATALOG, Batch, CatalogLoaded, Drift, SwapFinished, SwapStarted
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +78,7 @@ class EngineWorker:
     results: zmq.Socket[bytes]
     parent: int
     _prepared: queue.Queue[PreparedBatch | PreparedSwap | None] = field(default_factory=lambda: queue.Queue(2))
-    _outgoing: queue.Queue[ComputedBatch | CatalogLoaded | SwapStarted | SwapFinished | None] = field(
+    _outgoing: queue.Queue[ComputedBatch | CatalogLoaded | SwapStarted | SwapFinished | Drift | None] = field(
         default_factory=queue.Queue
     )
 
@@ -78,6 +86,7 @@ class EngineWorker:
         self._catalogs = {self.catalog.version: self.catalog}
         compute_lookups(self.catalog)
         self._live_version = self.catalog.version
+        self._drift = self.engine if isinstance(self.engine, DriftWatchingEngine) else None
         self._depth = self.engine.in_flight if isinstance(self.engine, AsynchronousEngine) else 1
 
     def run(self) -> None:
@@ -237,6 +246,21 @@ class EngineWorker:
     def _answer(self, flight: Flight, rows: list[tuple[BeamResult, int] | None]) -> None:
         flight.batch.timings["total"] = time.perf_counter() - flight.started
         self._outgoing.put(ComputedBatch(flight.batch, rows))
+        self._judge_drift()
+
+    def _judge_drift(self) -> None:
+        """After the answer, which need not wait for it; a guard that fails costs no request."""
+        if self._drift is None:
+            return
+        try:
+            sites = self._drift.judge_drift()
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            logger.exception("the drift guard failed")
+            return
+        if sites is not None:
+            self._outgoing.put(Drift(sites))
 
     def _compute_one(self, request: EngineRequest) -> tuple[BeamResult, int] | None:
         try:

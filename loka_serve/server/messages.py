@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from loka_serve.engines.base import SiteDrift
+
 START_FAILED_STATUS = 2  # exit status of an engine process that said StartFailed
 NAN, INVALID, EXCEPTION = "nan", "invalid", "exception"  # why a request alone failed
 CATALOG = "catalog"  # why all requests of a batch failed: the engine could not go over to their catalog
@@ -116,6 +118,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     Attributes:
         dispatch_source, dispatch_reason: of `DispatchInfo`; None from an engine without a dispatch table.
+        drift_sites: the sites that a drift guard watches; none without one.
     """
 
     engine: str
@@ -127,6 +130,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     warmup_seconds: float
     dispatch_source: str | None = None
     dispatch_reason: str | None = None
+    drift_sites: tuple[str, ...] = ()
+
+
+class Drift(msgspec.Struct, frozen=True, tag="drift"):
+    """Engine -> API: what the drift guard found in a sampled batch, of every site that it watches."""
+
+    sites: list[SiteDrift]
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
@@ -136,7 +146,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 ToEngine = Batch | LoadCatalog | DropCatalog | SwapCatalog | Stop
-FromEngine = BatchResult | CatalogLoaded | SwapStarted | SwapFinished | Ready | StartFailed
+FromEngine = BatchResult | CatalogLoaded | SwapStarted | SwapFinished | Ready | Drift | StartFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 
 from loka_serve import __version__
+from loka_serve.engines.base import SiteDrift
 from loka_serve.server.messages import EXCEPTION, INVALID, NAN
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -88,6 +89,27 @@ class ServerMetrics:
             ["source", "reason_class"],
             registry=registry,
         )
+        self.drift_psi = Gauge(
+            "loka_drift_psi",
+            "Population stability index of a site's inputs against calibration's.",
+            ["site"],
+            registry=registry,
+        )
+        self.drift_amax_ratio = Gauge(
+            "loka_drift_amax_ratio",
+            "Largest input of a site over calibration's largest.",
+            ["site"],
+            registry=registry,
+        )
+        self.drift_in_fallback = Gauge(
+            "loka_drift_site_in_fallback",
+            "1 while a site computes in BF16 because its inputs drifted.",
+            ["site"],
+            registry=registry,
+        )
+        self.drift_fallbacks = Counter(
+            "loka_drift_fallbacks", "Times that a site went into BF16.", ["site"], registry=registry
+        )
         build = Gauge("loka_build_info", "1 for the running version.", ["version"], registry=registry)
         build.labels(__version__).set(1)
         for reason in (NAN, INVALID, EXCEPTION):
@@ -122,6 +144,24 @@ class ServerMetrics:
         self.dispatch_info.clear()
         if source is not None:
             self.dispatch_info.labels(source, reason or "none").set(1)
+
+    def expect_drift(self, sites: Iterable[str]) -> None:
+        """Begin anew with these sites: a fresh engine runs their recipes. Earlier fallbacks stay counted."""
+        for gauge in (self.drift_psi, self.drift_amax_ratio, self.drift_in_fallback):
+            gauge.clear()
+        for site in sites:
+            self.drift_in_fallback.labels(site).set(0)
+            self.drift_fallbacks.labels(site)
+
+    def set_drift(self, sites: Iterable[SiteDrift]) -> None:
+        """Record a judgement of the drift guard; what it could not judge yet keeps its last figure, or has none."""
+        for drift in sites:
+            if drift.psi is not None:
+                self.drift_psi.labels(drift.site).set(drift.psi)
+            if drift.amax_ratio is not None:
+                self.drift_amax_ratio.labels(drift.site).set(drift.amax_ratio)
+            self.drift_in_fallback.labels(drift.site).set(drift.in_fallback)
+            self.drift_fallbacks.labels(drift.site).inc(drift.fell_back)
 
     def exposition(self) -> bytes:
         """The page for Prometheus, in its text format."""

@@ -101,6 +101,7 @@ def engine_command(config: ServerConfig, bundle: Bundle, model: ServedModel) -> 
         *("--max-beam-width", str(model.max_beam_width)),
         *("--max-context", str(model.max_context)),
         *("--hopper-options", config.hopper_options.to_json()),
+        *("--drift-options", config.drift_options.to_json()),
     ]
 
 

@@ -53,6 +53,22 @@ def test_no_more_rows_than_asked_for_evenly_spaced() -> None:
     assert summary.rows == 10 and summary.absmax == 90.0  # 0, 10, .. 90
 
 
+def test_steps_are_looked_at_in_proportion_to_their_rows() -> None:
+    engine = make_engine()
+    probe = OnlineProbe(engine.model.sites(), every=1, max_rows=16)
+    requests = make_requests(4)  # 4 rows at the first level, 4 * 8 at the others: twice what is looked at
+    with probe.watching(engine.model, call_rows=32):
+        engine.recommend(RequestBatch(tuple(requests)))
+    rows = {name: site.total().rows for name, site in probe.sites.items()}
+    assert [rows[f"heads.{level}"] for level in range(3)] == [2, 16, 16]
+    assert rows["layers.0.mlp.down"] == 2 + 16 + 16
+    assert rows["layers.1.moe.gate_up"] == 2 * (2 + 16 + 16)  # each beam twice
+    assert rows["context.projection"] == 14  # of 4 * 7
+    with probe.watching(engine.model):  # as before: up to 16 rows of each call
+        engine.recommend(RequestBatch(tuple(requests)))
+    assert probe.sites["layers.0.mlp.down"].total().rows == 34 + 4 + 16 + 16
+
+
 def test_groups_are_kept_apart_when_rows_are_left_out() -> None:
     engine = make_engine()
     site = engine.model.sites()["layers.1.moe.down"]

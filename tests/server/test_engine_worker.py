@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch
+from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch, SiteDrift
 from loka_serve.errors import EngineError
 from loka_serve.server import messages
 from loka_serve.server.engine_batches import leaves_are_valid, to_result
@@ -22,6 +22,7 @@ from loka_serve.server.messages import (
     Batch,
     BatchResult,
     CatalogLoaded,
+    Drift,
     DropCatalog,
     LoadCatalog,
     Stop,
@@ -266,6 +267,39 @@ def test_a_failed_batch_is_tried_again_once_the_others_are_collected(
     ]
     assert engine.log == ["submit 3", "submit 2", "collect 3", "submit 4", *collected, *alone]
     pipe.stop()
+
+
+class Watched(ScriptedEngine):
+    """Has something to say about drift after every batch but those before which a test breaks its guard."""
+
+    drift_sites = ("heads.0",)
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        super().__init__(CATALOG, LIMITS)
+        self.fault = fault
+
+    def judge_drift(self) -> list[SiteDrift] | None:
+        if self.fault is not None:
+            raise self.fault
+        return [SiteDrift("heads.0", 0.25, 1.5, True, True)] if self.batch_sizes[-1] == 1 else None
+
+
+def test_what_the_drift_guard_finds_comes_after_the_answer() -> None:
+    pipe = Pipe(Watched())
+    pipe.ask(request())
+    assert pipe.receive() == Drift([SiteDrift("heads.0", 0.25, 1.5, True, True)])
+    pipe.ask(request(), request())  # nothing to say
+    assert items_of(pipe.ask(request())) == ["item-0", "item-1", "item-2"]
+    assert isinstance(pipe.receive(), Drift)
+    pipe.stop()
+
+
+def test_a_drift_guard_that_fails_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = Pipe(Watched(RuntimeError("CUDA out of memory")))
+    for _ in range(2):
+        assert items_of(pipe.ask(request())) == ["item-0", "item-1", "item-2"]
+    pipe.stop()
+    assert caplog.text.count("the drift guard failed") == 2
 
 
 def test_a_catalog_that_cannot_be_read_is_reported(pipe: Pipe, tmp_path: Path) -> None:
