@@ -108,7 +108,8 @@ class Dispatch:
             environment = Environment(**saved["environment"])
             entries, libraries, sites = parse(saved)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path} is no dispatch table: {type(error).__name__}: {error}") from error
+            found = f"field {error} is missing" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is no dispatch table: {found}") from error
         return cls(torch.device(device), environment, entries, libraries=libraries, sites=sites)
 
     @classmethod
