@@ -63,7 +63,7 @@ class BeamResult:
         scores: float32 [batch, widest beam], log-probability of the SID, -inf where a request has fewer.
         counts: int32 [batch], leaves of each request.
         failed: bool [batch], requests whose scores were not numbers; their leaves are not to be used.
-        timings: seconds by stage (context, decode, selection).
+        timings: seconds by stage (context, decode, selection); where it is known also by level, as `decode.0`.
     """
 
     leaves: NDArray[np.int32]

@@ -21,18 +21,21 @@ from loka_serve.models.onerec_v2 import Context, DecodeCache, OneRecV2
 
 @dataclass
 class StageTimer:
-    """Seconds spent by stage; on a CUDA device each stage ends with a synchronisation."""
+    """Seconds by stage, and by level as `decode.0`; on a CUDA device each stage ends with a synchronisation."""
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, level: int | None = None) -> Iterator[None]:
         start = time.perf_counter()
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if level is not None:
+            self.seconds[f"{name}.{level}"] = seconds
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,14 @@ def beam_search(
     cache = DecodeCache()
     beams: Beams | None = None
     for level in range(trie.levels):
-        with timer.stage("decode"):
+        with timer.stage("decode", level):
             tokens = None
             if beams is not None:
                 cache.reorder(beams.parents)
                 tokens = trie.codes[level - 1][beams.nodes.clamp(min=0)]
             hidden = model.decode_step(tokens, level, context, cache)
             logits = model.level_logits(hidden, level)
-        with timer.stage("selection"):
+        with timer.stage("selection", level):
             is_last = level == trie.levels - 1
             mask = None if allowed is None else allowed[level]
             beams = select(logits, beams, trie, level, beam_widths, mask, in_score_order=is_last)

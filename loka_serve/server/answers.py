@@ -23,9 +23,9 @@ def recommend_answer(
             "history_length": resolved.history_length,
             "unknown_items": resolved.unknown_items,
             "beam_width": resolved.wire.beam_width,
-            "batch_size": answer.batch_size,
+            "batch_size": answer.batch.size,
             "queue_ms": _milliseconds(answer.queue_seconds),
-            "engine_ms": _milliseconds(answer.engine_seconds),
+            "engine_ms": _milliseconds(answer.batch.engine_seconds),
             "total_ms": _milliseconds(total_seconds),
         },
     }

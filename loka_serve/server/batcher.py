@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from loka_serve.server.batch_log import BatchLog, BatchRecord
 from loka_serve.server.messages import CATALOG, EXCEPTION, INVALID, NAN, Batch, BatchResult, WireRequest, WireResult
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import CANCELLED, DEADLINE, FAILED, QUEUE_FULL, UNAVAILABLE, ProblemError
@@ -30,12 +31,11 @@ LEAD_SHARE, LEAD_SECONDS = 0.1, 0.001  # how long before the engine falls idle t
 
 @dataclass(frozen=True)
 class Answer:
-    """What the engine gave for one request, and how long it took."""
+    """What the engine gave for one request, how long it waited, and the batch that it shared."""
 
     result: WireResult
-    batch_size: int
     queue_seconds: float
-    engine_seconds: float
+    batch: BatchRecord
 
 
 @dataclass(eq=False)
@@ -79,6 +79,7 @@ class Batcher:
     send: Callable[[Batch], None]
     metrics: ServerMetrics
     window: Window
+    log: BatchLog = field(default_factory=BatchLog)
     _waiting: dict[Ticket, None] = field(default_factory=dict)  # a queue that is ordered and forgets in O(1)
     _flights: dict[int, _Flight] = field(default_factory=dict)
     _reserved: int = 0
@@ -171,6 +172,8 @@ class Batcher:
         """The engine takes none: every request in the queue and in flight is answered 503, and so are new ones."""
         self._up = self._swapping = False
         self._down_reason = reason
+        for batch_id, flight in self._flights.items():
+            self.log.add(_record(batch_id, flight, {}, len(flight.tickets), reason))
         tickets = [*self._waiting, *(ticket for flight in self._flights.values() for ticket in flight.tickets)]
         self._flights.clear()
         for ticket in tickets:
@@ -194,6 +197,8 @@ class Batcher:
         if engine_seconds:
             self._mean_seconds += (SMOOTHING if self._mean_seconds else 1.0) * (engine_seconds - self._mean_seconds)
         self.metrics.batch_finished(message.timings)
+        failed = sum(result.error is not None for result in message.results)
+        record = self.log.add(_record(message.batch_id, flight, message.timings, failed))
         for ticket, result in zip(flight.tickets, message.results, strict=True):
             self.metrics.queue_seconds.observe(flight.started - ticket.arrival)
             if result.error == CATALOG:
@@ -204,7 +209,7 @@ class Batcher:
                 self.metrics.invalid_answers.labels(result.error).inc()
                 self._fail(ticket, ProblemError(FAILED, FAILURES[result.error]))
                 continue
-            answer = Answer(result, len(flight.tickets), flight.started - ticket.arrival, engine_seconds)
+            answer = Answer(result, flight.started - ticket.arrival, record)
             if not ticket.future.done():
                 ticket.future.set_result(answer)
             self._forget(ticket)
@@ -286,3 +291,18 @@ class Batcher:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if due is None else asyncio.get_running_loop().call_later(due - now, self._pump)
+
+
+def _record(batch_id: int, flight: _Flight, timings: dict[str, float], failed: int, lost: str = "") -> BatchRecord:
+    """What is kept of a batch that is over now."""
+    return BatchRecord(
+        batch_id=batch_id,
+        catalog_version=flight.catalog_version,
+        beam_widths=[ticket.wire.beam_width for ticket in flight.tickets],
+        waits=[flight.started - ticket.arrival for ticket in flight.tickets],
+        failed=failed,
+        started=flight.started,
+        finished=time.monotonic(),
+        timings=timings,
+        lost=lost,
+    )

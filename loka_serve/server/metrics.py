@@ -129,8 +129,10 @@ class ServerMetrics:
         self.padding_ratio.labels("beam").observe(padding(beam_widths))
 
     def batch_finished(self, timings: Mapping[str, float]) -> None:
-        """Record the seconds of each stage of a batch."""
+        """Record the seconds of each stage of a batch; those of a level (`decode.0`) are parts of a stage."""
         for stage, seconds in timings.items():
+            if "." in stage:
+                continue
             self.engine_seconds.labels(stage).observe(seconds)
 
     def set_catalog(self, version: str, items: int) -> None:

@@ -119,7 +119,7 @@ class Load:
             answer = await batcher.submit(wire, self._version, arrival, ANSWER_SECONDS).future
         except ProblemError as error:
             raise EngineError(f"{setting}: the engine failed: {error}") from error
-        return time.monotonic() - arrival, answer.batch_size
+        return time.monotonic() - arrival, answer.batch.size
 
     def _batcher(self, setting: Setting) -> Batcher:
         settings = BatchSettings(setting.max_batch, setting.max_delay_ms / 1000, max_queue=1 << 20)

@@ -84,8 +84,12 @@ def test_a_request_gets_the_same_answer_alone_and_in_any_batch(engine: Reference
             leaves, scores = rows(result, index)
             assert leaves == rows(alone, 0)[0]
             np.testing.assert_allclose(scores, rows(alone, 0)[1], atol=TOLERANCE)
-    assert set(together.timings) == {"context", "decode", "selection"}
-    assert all(seconds > 0 for seconds in together.timings.values())
+    timings = together.timings
+    levels = {f"{stage}.{level}" for stage in ("decode", "selection") for level in range(3)}
+    assert set(timings) == {"context", "decode", "selection"} | levels
+    assert all(seconds > 0 for seconds in timings.values())
+    for stage in ("decode", "selection"):
+        assert timings[stage] == pytest.approx(sum(timings[f"{stage}.{level}"] for level in range(3)))
 
 
 def test_swapped_catalog_serves_from_the_next_batch_on(engine: ReferenceEngine) -> None:

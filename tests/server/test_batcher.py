@@ -73,7 +73,7 @@ def test_different_beam_widths_share_a_batch_and_each_gets_its_own_answer() -> N
         assert [[request.beam_width for request in batch.requests] for batch in bench.sent] == [[8, 64, 16, 5]]
         bench.answer(bench.sent[0])
         assert [mark_of(ticket) for ticket in tickets] == [1, 2, 3, 4]
-        assert {ticket.future.result().batch_size for ticket in tickets} == {4}
+        assert {ticket.future.result().batch.size for ticket in tickets} == {4}
 
     run(test)
 
