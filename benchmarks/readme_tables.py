@@ -19,7 +19,11 @@ from benchmarks.readme_gpu_tables import GPU_TABLES, gpu_tables
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 GROCERIES = ROOT / "examples" / "groceries" / "results.json"
-GPU_RESULTS = ROOT / "benchmarks" / "results" / "h200"
+BEAUTY = ROOT / "examples" / "beauty" / "results.json"
+BEAUTY_METRICS = ("recall@10", "ndcg@10")
+RESULTS = ROOT / "benchmarks" / "results"
+GPU_RESULTS = RESULTS / "h200"
+COMPARED = ("groceries", "beauty")
 
 
 def groceries_table() -> str:
@@ -65,7 +69,66 @@ def fp8_table() -> str:
     return markdown_table(["FP8 against BF16", ""], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"groceries": groceries_table, "fp8": fp8_table}
+def comparison_table() -> str:
+    """What `build --compare` finds on the two trained checkpoints, the recipes side by side."""
+    lines = []
+    for name in COMPARED:
+        measured: dict[str, Any] = json.loads((RESULTS / f"comparison_{name}.json").read_text())
+        for row in measured["comparison"]["rows"]:
+            gate = row["gate"]
+            recall, ndcg = gate["quality"]["recall@10"], gate["quality"]["ndcg@10"]
+            low, high = recall["change_interval"]
+            lines.append(
+                [
+                    f"{name}, {measured['held_out_histories']:,} histories",
+                    row["recipe"],
+                    f"{gate['top_k_overlap']:.3f}",
+                    f"{recall['quantized']:.4f}",
+                    f"{100 * (recall['quantized'] / recall['bf16'] - 1):+.2f} %",
+                    f"{low:+.4f} to {high:+.4f}",
+                    f"{ndcg['quantized']:.4f}",
+                    f"{gate['calibration']['expected_calibration_error']['quantized']:.4f}",
+                    f"{row['weight_bytes'] / 2**20:.1f}",
+                ]
+            )
+    header = [
+        "checkpoint",
+        "recipe",
+        "top-50 overlap",
+        "Recall@10",
+        "change",
+        "95 % of the change",
+        "NDCG@10",
+        "calibration error",
+        "weights, MiB",
+    ]
+    return markdown_table(header, lines)
+
+
+def beauty_table() -> str:
+    results: dict[str, Any] = json.loads(BEAUTY.read_text())
+    rows = {
+        "OneRec-V2, sparse MoE, 1.4 M parameters (this repository)": results["ours"],
+        "windowed co-occurrence": results["baselines"]["co_occurrence"],
+        "popularity": results["baselines"]["popularity"],
+    }
+    lines = [
+        [name, *(f"{values[mode][metric]:.4f}" for mode in ("plain", "history_excluded") for metric in BEAUTY_METRICS)]
+        for name, values in rows.items()
+    ]
+    lines += [
+        [f"{name}, published", f"{value:.4f}", "", "", ""] for name, value in results["published_recall@10"].items()
+    ]
+    header = ["next item, all users", "Recall@10", "NDCG@10", "history excluded: Recall@10", "NDCG@10"]
+    return markdown_table(header, lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "groceries": groceries_table,
+    "fp8": fp8_table,
+    "beauty": beauty_table,
+    "comparison": comparison_table,
+}
 
 
 def render(readme: str, gpu_results: Path = GPU_RESULTS) -> str:
