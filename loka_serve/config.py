@@ -33,6 +33,7 @@ LEAST_BEAM_LIMIT = 128
 SERVED_BATCH = 32
 """Requests of a batch that a server takes unless its settings say otherwise."""
 HOPPER = "the hopper engine (others ignore these)"
+SECURITY = "security"
 DRIFT = "the drift guard (with the reference engine only, for now; hopper ignores these)"
 
 
@@ -142,8 +143,24 @@ class ServerConfig:
     )
     body_timeout_s: float = setting(Number(0.1, 3_600), "longest time for a request body to arrive", "limits", 10.0)
 
+    api_keys_file: Path | None = setting(
+        ExistingPath(),
+        "a file of lines NAME SCOPE KEY, scope recommend or admin; read again when it changes (default: no keys)",
+        SECURITY,
+        None,
+    )
+    allow_debug: bool = setting(
+        Switch(),
+        "open GET /v1/debug/batches where there are no API keys; with keys it needs an admin's",
+        SECURITY,
+        False,
+    )
+
     allow_catalog_updates: bool = setting(
-        Switch(), "open PUT /v1/catalog and POST /v1/catalog/rollback to whoever reaches the port", "catalog", False
+        Switch(),
+        "open PUT /v1/catalog and POST /v1/catalog/rollback to keys of scope admin, or to all if there are no keys",
+        "catalog",
+        False,
     )
     max_catalog_bytes: int = setting(Integer(1, 1 << 40), "largest body of PUT /v1/catalog", "catalog", 2 << 30)
 
@@ -170,7 +187,10 @@ class ServerConfig:
     )
 
     engine_start_timeout_s: float = setting(
-        Number(1, 86_400), "longest time for the engine to load and warm up", "faults", 900.0
+        Number(1, 86_400),
+        "longest time for the engine to load and warm up, and for a swap to another catalog",
+        "faults",
+        900.0,
     )
     engine_batch_timeout_s: float = setting(
         Number(0.1, 86_400),

@@ -23,11 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The engine process compares the checksums of all files; here only the small ones are read.
         bundle = Bundle.load(config.bundle, verify=False)
         config = with_tuned(config, bundle)
+        model = served_model(config, bundle)
+        state = build_state(config, model, bundle.catalog, engine_command(config, bundle, model))
     except LokaError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    model = served_model(config, bundle)
-    return run(build_state(config, model, bundle.catalog, engine_command(config, bundle, model)), listener)
+    return run(state, listener)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from loka_serve import __version__
 from loka_serve.server import openapi, problems, schemas
 from loka_serve.server.catalog_routes import CatalogRoutes
+from loka_serve.server.debug_routes import add_debug_routes
 from loka_serve.server.encoding import json_response
 from loka_serve.server.engine_client import STOP_SECONDS
 from loka_serve.server.middleware import Envelope, context_of, problem_response
@@ -70,7 +71,8 @@ def create_app(state: ServerState) -> FastAPI:
     _add_recommend_routes(app, state)
     _add_information_routes(app, state)
     CatalogRoutes(state).add_to(app)
-    openapi.install(app, state.model, state.config.max_batch_requests)
+    add_debug_routes(app, state)
+    openapi.install(app, state.model, state.config.max_batch_requests, state.access.keys is not None)
     return app
 
 

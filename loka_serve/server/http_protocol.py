@@ -1,6 +1,7 @@
-"""uvicorn's HTTP protocol with a bound on the head of a request: its size, and how long it may take to arrive.
+"""uvicorn's HTTP protocol with bounds where no code of the application runs: the head of a request, its size and how
+long it may take to arrive, and what a client goes on sending after its request was refused.
 
-The body has bounds of its own in bodies.py; before the head is complete no code of the application runs.
+A body that is read has bounds of its own in bodies.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 LARGEST_HEAD_BYTES = 32 << 10
 HEAD_SECONDS = 10.0  # for a head to arrive once its first byte has
+LARGEST_REST_BYTES = 1 << 20  # of a body that comes after its answer; beyond that the connection is closed
+REST_SECONDS = 10.0
 _TOO_LARGE = f"the request line and headers are larger than {LARGEST_HEAD_BYTES} bytes"
 
 
@@ -22,6 +25,8 @@ class HeadTooLarge(Exception):
 class BoundedHeadProtocol(HttpToolsProtocol):
     """Answers 431 to a head that is too large and 408 to one that does not end, and closes the connection.
 
+    A body that its answer did not wait for is thrown away; one that is long or slow ends the connection.
+
     Complete headers are counted one by one. One that is unfinished is seen only as bytes that arrive while the head is
     open, so what is held of it may exceed the bound by one read.
     """
@@ -31,6 +36,9 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     _unfinished_bytes = 0
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
+    _body_open = False
+    _rest_bytes = 0
+    _rest_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,6 +47,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_rest_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -68,8 +77,28 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_open = False
+        self._body_open = True
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._rest_bytes += len(body)
+            if self._rest_bytes > LARGEST_REST_BYTES:
+                self.transport.close()
+                return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._body_open = False
+        self._stop_rest_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._body_open and self.cycle.response_complete and not self.transport.is_closing():
+            self._rest_bytes = 0
+            self._rest_timer = self.loop.call_later(REST_SECONDS, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser stops, be it at malformed bytes or at an exception of a callback."""
@@ -98,6 +127,11 @@ class BoundedHeadProtocol(HttpToolsProtocol):
             head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
             self.transport.write(b"".join([STATUS_LINE[status], head, b"\r\n", body]))
         self.transport.close()
+
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import resource
 import socket
 from types import FrameType
 
@@ -23,6 +25,8 @@ KEEP_ALIVE_SECONDS = 75  # longer than the usual 60 s of load balancers, so that
 # Allocations between two collections. With Python's own 700 a large body, hundreds of thousands of lists none of which
 # is garbage, takes five times as long to decode, and nobody else is answered meanwhile.
 GC_THRESHOLDS = (100_000, 20, 100)
+MOST_FILES = 65_536
+UNTAKEN_SECONDS = 30  # for a client to take what is sent to it
 DRAIN_POLL_SECONDS = 0.02
 QUIET_SECONDS = 0.25  # without a request for so long, nobody is left who could lose one
 REFUSING_SECONDS = 1.0  # of answering 503 once nothing is in flight, to clients who do not stop coming
@@ -38,6 +42,8 @@ def listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: connections inherit it; who does not take an answer is cut off
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNTAKEN_SECONDS)
     try:
         listener.bind((config.host, config.port))
     except socket.gaierror:
@@ -59,12 +65,30 @@ def run(state: ServerState, listener: socket.socket) -> int:
     """Serve until told to stop; returns the exit status."""
     server = GracefulServer(state)
     state.engine.on_give_up = server.give_up
+    raise_file_limit()
     gc.collect()
     gc.freeze()  # catalog, application: they stay to the end, so need not be walked through again and again
     gc.set_threshold(*GC_THRESHOLDS)
     logger.info("listening on %s; ready once the engine has warmed up", address_of(listener))
+    warn_of_open_port(state.config)
     server.run(sockets=[listener])
     return server.exit_status
+
+
+def raise_file_limit() -> None:
+    """Room for many connections: the usual 1,024 files are soon taken by slow clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def warn_of_open_port(config: ServerConfig) -> None:
+    """Say it in the log where other machines may ask without a key."""
+    local = config.host in ("localhost", "::1") or config.host.startswith("127.")
+    if not local and config.api_keys_file is None:
+        logger.warning("whoever reaches %s port %d may ask: no --api-keys-file", config.host, config.port)
 
 
 class GracefulServer(uvicorn.Server):

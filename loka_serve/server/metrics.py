@@ -71,6 +71,10 @@ class ServerMetrics:
         self.invalid_answers = Counter(
             "loka_invalid_answers", "Engine answers that were refused.", ["reason"], registry=registry
         )
+        self.refused_keys = Counter(
+            "loka_refused_keys", "Requests whose API key was missing, unknown or of too small a scope.", ["reason"],
+            registry=registry,
+        )  # fmt: skip
         self.queue_depth = Gauge("loka_queue_depth", "Requests that wait for a batch.", registry=registry)
         self.requests_in_flight = Gauge("loka_requests_in_flight", "HTTP requests being handled.", registry=registry)
         self.batches_in_flight = Gauge("loka_batches_in_flight", "Batches at the engine.", registry=registry)

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
@@ -26,10 +26,16 @@ _SCOPE_KEY = "loka_serve.request"
 
 @dataclass(frozen=True)
 class RequestContext:
-    """The id of a request and when it arrived, of time.monotonic."""
+    """What is known of a request before its body.
+
+    Attributes:
+        arrival: of time.monotonic.
+        key_name: name of the API key that it came with; None where none is needed.
+    """
 
     request_id: str
     arrival: float
+    key_name: str | None = None
 
 
 def context_of(request: Request) -> RequestContext:
@@ -70,7 +76,12 @@ class Envelope:
 
         self.state.requests_in_flight += 1
         try:
+            key = self.state.access.check(scope)
+            if key is not None:
+                scope[_SCOPE_KEY] = replace(context, key_name=key.name)
             await self.app(scope, receive, send_with_headers)
+        except ProblemError as refusal:  # of `check`: the application answers its own
+            await problem_response(refusal, context.request_id)(scope, receive, send_with_headers)
         except Exception:
             logger.exception("request %s failed unexpectedly", context.request_id)
             if not status:

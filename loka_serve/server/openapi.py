@@ -8,7 +8,8 @@ import msgspec
 from fastapi import FastAPI
 
 from loka_serve.server import schemas
-from loka_serve.server.problems import CONTENT_TYPE, Problem, ProblemKind
+from loka_serve.server.access import OPEN_PATHS
+from loka_serve.server.problems import CONTENT_TYPE, FORBIDDEN, UNAUTHORIZED, Problem, ProblemKind
 from loka_serve.server.resolution import ServedModel
 
 REFERENCES = "#/components/schemas/{name}"
@@ -17,6 +18,7 @@ STRUCTS = (
     schemas.RecommendResponse,
     schemas.ModelList,
     schemas.CatalogInfo,
+    schemas.BatchList,
     schemas.Health,
     Problem,
 )
@@ -35,15 +37,20 @@ def answers(name: str, description: str, *problems: ProblemKind) -> Responses:
         200: {"description": description, "content": {"application/json": {"schema": reference(name)}}}
     }
     for kind in problems:
-        response: dict[str, Any] = {
-            "description": kind.title,
-            "content": {CONTENT_TYPE: {"schema": reference("Problem")}},
-        }
-        if kind.status in (429, 503):
-            description = "Seconds after which a new attempt makes sense."
-            response["headers"] = {"Retry-After": {"description": description, "schema": {"type": "integer"}}}
-        responses[kind.status] = response
+        responses[kind.status] = _problem(kind)
     return responses
+
+
+def _problem(kind: ProblemKind) -> dict[str, Any]:
+    """The entry of one problem that a route may answer."""
+    response: dict[str, Any] = {
+        "description": kind.title,
+        "content": {CONTENT_TYPE: {"schema": reference("Problem")}},
+    }
+    if kind.status in (429, 503):
+        description = "Seconds after which a new attempt makes sense."
+        response["headers"] = {"Retry-After": {"description": description, "schema": {"type": "integer"}}}
+    return response
 
 
 def json_body(name: str, example: dict[str, Any]) -> dict[str, Any]:
@@ -52,18 +59,35 @@ def json_body(name: str, example: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def install(app: FastAPI, model: ServedModel, max_batch_requests: int) -> None:
-    """Add the schemas to the page that FastAPI makes of the routes, with this server's limits in them."""
+def install(app: FastAPI, model: ServedModel, max_batch_requests: int, with_keys: bool) -> None:
+    """Add the schemas to the page that FastAPI makes of the routes, with this server's limits and keys in them."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             page = generate()
             page.setdefault("components", {}).setdefault("schemas", {}).update(_schemas(model, max_batch_requests))
+            if with_keys:
+                _add_keys(page)
             app.openapi_schema = page
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_keys(page: dict[str, Any]) -> None:
+    """Say that each path needs a key, but for those that are open."""
+    page["components"]["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    }
+    for path, methods in page["paths"].items():
+        if path in OPEN_PATHS:
+            continue
+        for operation in methods.values():
+            operation["security"] = [{"bearer": []}, {"header": []}]
+            for kind in (UNAUTHORIZED, FORBIDDEN):
+                operation["responses"].setdefault(str(kind.status), _problem(kind))
 
 
 def _schemas(model: ServedModel, max_batch_requests: int) -> dict[str, Any]:

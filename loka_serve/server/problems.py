@@ -44,6 +44,7 @@ class ProblemKind:
 NOT_FOUND = ProblemKind("not_found", 404, "No such resource")
 METHOD_NOT_ALLOWED = ProblemKind("method_not_allowed", 405, "Method not allowed")
 BODY_TIMEOUT = ProblemKind("body_timeout", 408, "The request body took too long")
+UNAUTHORIZED = ProblemKind("unauthorized", 401, "A key is needed")
 CONFLICT = ProblemKind("conflict", 409, "Not possible in the present state")
 TOO_LARGE = ProblemKind("too_large", 413, "The request body is too large")
 UNSUPPORTED_ENCODING = ProblemKind("unsupported_encoding", 415, "Unsupported content encoding")
@@ -100,6 +101,8 @@ class ProblemError(Exception):
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if self.kind is UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
         if self.kind in (TOO_LARGE, BODY_TIMEOUT):
             headers["Connection"] = "close"  # the rest of the body will not be read
         return headers

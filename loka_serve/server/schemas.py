@@ -151,6 +151,34 @@ class CatalogInfo(Struct, frozen=True):
     previous_version: Annotated[str, Meta(description="What a rollback would bring back.")] | None = None
 
 
+class BatchInfo(Struct, frozen=True):
+    """A batch that is over; lists have one figure for each of its requests."""
+
+    batch_id: int
+    catalog_version: str
+    seconds_ago: float
+    size: int
+    failed: Annotated[int, Meta(description="Requests of it that got no items.")]
+    lost: Annotated[str, Meta(description="Why the engine never answered it; null if it did.")] | None
+    beam_widths: list[int]
+    queue_ms: Annotated[list[float], Meta(description="From each request's arrival to the batch's start.")]
+    round_trip_ms: Annotated[
+        float, Meta(description="From the batch's start to its answer, as the API process saw it.")
+    ]
+    stages_ms: Annotated[
+        dict[str, float],
+        Meta(
+            description="By stage; `total` is the engine's whole time, `decode.0` the first level's part of `decode`."
+        ),
+    ]
+
+
+class BatchList(Struct, frozen=True):
+    """The last batches, newest first."""
+
+    batches: list[BatchInfo]
+
+
 class Health(Struct, frozen=True):
     """The state of the server in one word."""
 

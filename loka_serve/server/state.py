@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from loka_serve.bundle import Bundle
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.config import DEFAULT_DELAY_MS, LEAST_BEAM_LIMIT, ServerConfig
+from loka_serve.server.access import Access
+from loka_serve.server.api_keys import ApiKeys
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher, BatchSettings
 from loka_serve.server.catalogs import CatalogStore
 from loka_serve.server.engine_client import EngineClient
@@ -39,6 +41,7 @@ class ServerState:
     batcher: Batcher
     metrics: ServerMetrics
     window: Window
+    access: Access
     draining: bool = False
     requests_in_flight: int = 0
 
@@ -106,7 +109,11 @@ def engine_command(config: ServerConfig, bundle: Bundle, model: ServedModel) -> 
 
 
 def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, command: Sequence[str]) -> ServerState:
-    """Put the parts together; nothing runs yet. `command` starts the engine process."""
+    """Put the parts together; nothing runs yet. `command` starts the engine process.
+
+    Raises:
+        ConfigError: the file of API keys is not as expected.
+    """
     metrics, window = ServerMetrics(), Window()
     engine = EngineClient(
         EngineSettings(
@@ -125,6 +132,7 @@ def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, comm
     metrics.queue_depth.set_function(lambda: batcher.queue_depth)
     metrics.batches_in_flight.set_function(lambda: batcher.batches_in_flight)
     catalogs = CatalogStore(catalog, model.config.codebook_sizes, engine, batcher, metrics)
-    state = ServerState(config, model, catalogs, engine, batcher, metrics, window)
+    access = Access(ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None, metrics)
+    state = ServerState(config, model, catalogs, engine, batcher, metrics, window, access)
     metrics.requests_in_flight.set_function(lambda: state.requests_in_flight)
     return state
