@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any, TypeVar
 
@@ -42,6 +43,10 @@ _value_decoders: dict[str, msgspec.json.Decoder[Any]] = {
     "filter": msgspec.json.Decoder(FilterValues),
     "features": msgspec.json.Decoder(str),
 }
+_DEFAULTS = [
+    (field.name, field.default_factory() if field.default is msgspec.NODEFAULT else field.default)
+    for field in msgspec.structs.fields(RecommendRequest)
+]
 _PATH = re.compile(r"^(?P<message>.*?) - at `(?P<key>key in )?\$(?P<path>[^`]*)`$", re.DOTALL)
 _UNKNOWN = "Object contains unknown field `"  # NAME and a last backtick follow; no struct has another one inside
 
@@ -91,12 +96,52 @@ def too_large(limit: int) -> ProblemError:
 
 def decode_recommend(body: bytes | msgspec.Raw) -> RecommendRequest:
     """A recommend request; raises ProblemError (422) naming the field."""
-    return _decode(_recommend_decoder, body)
+    request = _decode(_recommend_decoder, body)
+    given = sum(getattr(request, name) != default for name, default in _DEFAULTS)
+    refuse_repeated_keys(body, given + len(request.features) + len(request.filter))
+    return request
 
 
 def decode_batch(body: bytes) -> RecommendBatchRequest:
     """A batch whose elements are still undecoded; raises ProblemError (422) if the batch itself is malformed."""
-    return _decode(_batch_decoder, body)
+    batch = _decode(_batch_decoder, body)
+    if body.count(b":") != 1 + sum(bytes(element).count(b":") for element in batch.requests):
+        raise _repeated("requests")  # the elements are looked at one by one
+    return batch
+
+
+def refuse_repeated_keys(body: bytes | msgspec.Raw, distinct: int) -> None:
+    """Refuse JSON that gives a key twice, of which decoders take the last without a word.
+
+    Each key has a colon after it, so with no more colons than there are distinct keys none can be there twice: only
+    where texts hold colons, or defaults are spelled out, does Python's own decoder have to look.
+
+    Args:
+        body: JSON that was decoded without a complaint.
+        distinct: keys that are in it for sure.
+
+    Raises:
+        ProblemError: 422.
+    """
+    data = bytes(body)
+    if data.count(b":") <= distinct:
+        return
+    try:
+        json.loads(data.decode(), object_pairs_hook=_each_once)
+    except (ValueError, RecursionError):  # a text that no other decoder could read in the same way
+        raise invalid("body", "expected JSON") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> None:
+    names = set()
+    for name, _ in pairs:
+        if name in names:
+            raise _repeated(name)
+        names.add(name)
+
+
+def _repeated(name: str) -> ProblemError:
+    return invalid("body", f"expected each key once, got `{name[:100]}` again")
 
 
 def _decode(decoder: msgspec.json.Decoder[Body], body: bytes | msgspec.Raw) -> Body:

@@ -124,6 +124,54 @@ def test_a_huge_name_costs_no_time() -> None:
     assert time.thread_time() - started < 1  # about 0.02 s; a regular expression over the name took many seconds
 
 
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (b'{"history":["a"],"history":["b"]}', "history"),
+        (b'{"history":["a"],"histor\\u0079":["b"]}', "history"),
+        (b'{"history":[],"num_items":3,"num_items":3}', "num_items"),
+        (b'{"history":["a:b","c:d"],"exclude":[],"exclude":["x"]}', "exclude"),
+        (b'{"history":[],"exclude_history":false,"exclude_history":false}', "exclude_history"),
+        (b'{"history":[],"filter":{"kind":["odd"],"kind":["even"]}}', "kind"),
+        (b'{"history":[],"features":{"age":"old","age" : "young"}}', "age"),
+        (b'{"history":[],"%s":1,"%s":2}' % ((b"k" * 200,) * 2), None),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(body: bytes, name: str | None) -> None:
+    with pytest.raises(ProblemError) as caught:
+        decode_recommend(body)
+    message = f"body: expected each key once, got `{name}` again" if name else f"{'k' * 100}: unknown field"
+    assert caught.value.detail == message
+    batch = decode_batch(b'{"requests": [%s]}' % body)  # its element fails alone
+    with pytest.raises(ProblemError):
+        decode_recommend(batch.requests[0])
+
+
+def test_colons_in_texts_and_defaults_spelled_out_are_no_keys() -> None:
+    request = decode_recommend(b'{"history": ["a:b", "\\":"], "user_id": ":", "exclude": [], "num_items": null}')
+    assert (request.history, request.user_id) == (["a:b", '":'], ":")
+    batch = decode_batch(b'{"requests" : [{"history": ["a:b"]}, ":::"]}')
+    assert decode_recommend(batch.requests[0]).history == ["a:b"]
+
+
+def test_a_batch_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(ProblemError) as caught:
+        decode_batch(b'{"requests": [{"history": ["a:b"]}], "requests": [{"history": []}]}')
+    assert caught.value.detail == "body: expected each key once, got `requests` again"
+
+
+def test_to_look_for_keys_twice_costs_little() -> None:
+    items = ",".join(f'"item-{index:08d}"' for index in range(3000)).encode()
+    plain, spelled_out = b'{"history":[%s]}' % items, b'{"history":[%s],"exclude":[]}' % items
+    seconds = []
+    for body in (plain, spelled_out):
+        started = time.thread_time()
+        for _ in range(20):
+            decode_recommend(body)
+        seconds.append((time.thread_time() - started) / 20)
+    assert max(seconds) < 0.005  # about 0.1 and 0.2 ms
+
+
 def test_elements_of_a_batch_stay_undecoded() -> None:
     batch = decode_batch(b'{"requests": [{"history": ["a"]}, {"history": 3}]}')
     assert decode_recommend(batch.requests[0]).history == ["a"]
