@@ -31,9 +31,8 @@ from benchmarks.synthetic_catalog import skewed_trie
 from benchmarks.yardstick import Shape, YardstickTimes, run_yardstick
 from loka_serve.catalog.trie import Trie
 from loka_serve.command_line import CommandParser, duration, existing_file, output_file, positive, run_command_line
-from loka_serve.errors import LokaError
+from loka_serve.errors import ConfigError, LokaError
 from loka_serve.models.config import PRESETS, OneRecV2Config
-from loka_serve.settings import ConfigError
 
 PRESET = "onerec-v2-4b-a0.5b"
 # What the project is judged by comes first, should time run out.

@@ -208,6 +208,9 @@ class ServerConfig:
     log_level: str = setting(
         Choice(("debug", "info", "warning", "error")), "least level that is logged", "logging", "info"
     )
+    log_format: str = setting(
+        Choice(("text", "json")), "lines for people, or one JSON object a line", "logging", "text"
+    )
     summary_interval_s: float = setting(
         Number(0, 86_400), "seconds between the log's one-line summaries; 0 for none", "logging", 10.0
     )

@@ -7,6 +7,10 @@ class LokaError(Exception):
     """Base of every expected error. Command lines print it as one line and exit with code 2."""
 
 
+class ConfigError(LokaError):
+    """A flag, environment variable or line of a configuration file that is unknown, missing or not as expected."""
+
+
 class CheckpointError(LokaError):
     """A checkpoint directory that is missing something, holds something unknown, or does not fit its configuration."""
 

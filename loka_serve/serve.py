@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until it is told to stop; returns the exit status."""
     try:
         config = ServerConfig.from_command_line(sys.argv[1:] if arguments is None else arguments, os.environ)
-        configure_logging(config.log_level, "api")
+        configure_logging(config.log_level, "api", config.log_format)
         listener = listen(config)
         # The engine process compares the checksums of all files; here only the small ones are read.
         bundle = Bundle.load(config.bundle, verify=False)

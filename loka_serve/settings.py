@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
-from loka_serve.errors import LokaError
+from loka_serve import __version__
+from loka_serve.config_file import read_config_file
+from loka_serve.errors import ConfigError
 
 Settings = TypeVar("Settings")
-
-
-class ConfigError(LokaError):
-    """A flag or environment variable that is unknown, missing or not as expected; the message names it."""
+CONFIG_VARIABLE = "LOKA_CONFIG"
+EPILOG = (
+    "Each flag is also an environment variable, --max-batch 8 is LOKA_MAX_BATCH=8, and a line of the file of --config, "
+    "max_batch = 8. A flag wins over a variable, a variable over the file."
+)
 
 
 class Kind(Protocol):
@@ -217,15 +220,18 @@ class _Parser(argparse.ArgumentParser):
 def read_settings(
     cls: type[Settings], program: str, description: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> Settings:
-    """Build the settings dataclass `cls` from flags, then environment variables, then defaults."""
+    """Build the settings dataclass `cls` from flags, then environment variables, then a file, then defaults."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     parser = _Parser(
         prog=program,
         description=description,
-        epilog="Each flag is also an environment variable: --max-batch 8 is LOKA_MAX_BATCH=8. A flag wins.",
+        epilog=EPILOG,
+        usage=f"{program} [options]",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
     )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--config", metavar="FILE", help="a TOML file of settings (default: none)")
     groups: dict[str, Any] = {}
     for field in fields:
         kind: Kind = field.metadata["kind"]
@@ -238,13 +244,18 @@ def read_settings(
         else:
             groups[title].add_argument(flag_of(field.name), metavar=kind.metavar, **options)
     given = vars(parser.parse_args(list(arguments)))
+    file = given["config"] or environment.get(CONFIG_VARIABLE)
+    in_file = read_config_file(Path(file).expanduser(), [field.name for field in fields]) if file else {}
     values = {}
     for field in fields:
         source, text = flag_of(field.name), given[field.name]
         if text is None:
             source, text = variable_of(field.name), environment.get(variable_of(field.name))
+        if text is None:
+            source, text = f"{file}: {field.name}", in_file.get(field.name)
         if text is not None:
-            values[field.name] = text if isinstance(text, bool) else _parse(field, source, text)
+            is_switch = isinstance(field.metadata["kind"], Switch)
+            values[field.name] = text if isinstance(text, bool) and is_switch else _parse(field, source, str(text))
         elif field.default is dataclasses.MISSING:
             kind = field.metadata["kind"]
             raise ConfigError(

@@ -15,13 +15,12 @@ import numpy as np
 from loka_serve.bundle import Bundle, add_files
 from loka_serve.catalog.histories import read_histories
 from loka_serve.config import ServerConfig
-from loka_serve.errors import CatalogError, LokaError, TuningError
+from loka_serve.errors import CatalogError, ConfigError, LokaError, TuningError
 from loka_serve.probe.histories import to_request
 from loka_serve.server.log import configure_logging
 from loka_serve.server.messages import WireRequest, pack_integers
 from loka_serve.server.state import engine_command, served_model
 from loka_serve.serving import SERVING_FILE, ServingDefaults
-from loka_serve.settings import ConfigError
 from loka_serve.tuning.config import TuneConfig
 from loka_serve.tuning.drawing import describe, draw
 from loka_serve.tuning.load import Point, running_load

@@ -10,7 +10,8 @@ import pytest
 from loka_serve.config import ServerConfig
 from loka_serve.drift.options import DriftOptions
 from loka_serve.engines.hopper.options import HopperOptions
-from loka_serve.settings import ConfigError, OutputPath
+from loka_serve.errors import ConfigError
+from loka_serve.settings import OutputPath
 
 
 def read(*arguments: str, **environment: str) -> ServerConfig:
@@ -35,7 +36,7 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
         "hopper_memory_share": "0.5", "hopper_catalog_headroom": "2", "hopper_tune": "true", "drain_timeout_s": "13",
         "log_level": "debug", "summary_interval_s": "14", "frozen_dispatch": "true",
         "drift_sample_every": "15", "drift_window": "16", "drift_psi_limit": "0.5", "drift_amax_ratio": "1.5",
-        "api_keys_file": str(tmp_path), "allow_debug": "true",
+        "log_format": "json", "api_keys_file": str(tmp_path), "allow_debug": "true",
     }  # fmt: skip
     assert set(values) == {field.name for field in dataclasses.fields(ServerConfig)}
     from_variables = read(**{f"LOKA_{name.upper()}": value for name, value in values.items()})
@@ -117,3 +118,48 @@ def test_an_output_path_ends_in_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     for text in ("/", "//", "/.", "bundle/..", "..", "", " "):
         with pytest.raises(ValueError):
             OutputPath().parse(text)
+
+
+def test_a_file_s_line_is_read_where_neither_flag_nor_variable_says_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f'bundle = "{tmp_path}"\nmax_batch = 2\nmax-queue = 3\nport = 4\nmax_delay_ms = 1.5\n'
+        "hopper_beams = [128, 512]\nallow_catalog_updates = true\nhopper_tune = false\n"
+    )
+    config = read("--config", str(file), "--port", "5", LOKA_PORT="6", LOKA_MAX_QUEUE="7")
+    assert (config.bundle, config.max_batch, config.max_queue, config.port) == (tmp_path, 2, 7, 5)
+    assert (config.max_delay_ms, config.hopper_beams, config.allow_catalog_updates) == (1.5, (128, 512), True)
+    assert (config.hopper_tune, config.max_context) == (False, 0)
+    assert read(LOKA_CONFIG=str(file)).max_batch == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_bach = 2", "max_bach: unknown setting; did you mean max_batch?"),
+        ("[server]\nport = 1", "server: unknown setting"),
+        ("max_batch = 5000", "max_batch: expected a whole number from 0 to 4096, got '5000'"),
+        ("max_batch = true", "max_batch: expected a whole number from 0 to 4096, got 'True'"),
+        ("max_batch = 1.5", "max_batch: expected a whole number from 0 to 4096, got '1.5'"),
+        ("allow_debug = 2", "allow_debug: expected true or false, got '2'"),
+        ("max_batch = {a = 1}", "max_batch: expected a text, a number, true or false, or a list of whole numbers"),
+        ('hopper_beams = ["a"]', "hopper_beams: expected a text, a number, true or false, or a list of whole numbers"),
+        ("max_batch = 1\nmax-batch = 2", "max-batch: expected each setting once"),
+        ("max_batch = 1\nmax_batch = 2", "expected TOML: Cannot overwrite a value"),
+        ("port", "expected TOML: Expected '=' after a key in a key/value pair (at end of document)"),
+        ("# " + "x" * (1 << 20), "larger than 1048576 bytes"),
+    ],
+    ids=lambda given: given[:20],
+)
+def test_a_bad_line_of_a_file_is_named(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read("--bundle", str(tmp_path), "--config", str(file))
+    assert str(caught.value).startswith(f"{file}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read: No such file or directory"):
+        read("--config", str(tmp_path / "none.toml"))

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from loka_serve.settings import ConfigError
+from loka_serve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

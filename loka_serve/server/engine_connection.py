@@ -31,7 +31,7 @@ class EngineSettings:
     """How to start the engine process, and how long to be patient.
 
     Attributes:
-        command: program and arguments; `--endpoint`, `--parent` and `--log-level` are added.
+        command: program and arguments; `--endpoint`, `--parent`, `--log-level` and `--log-format` are added.
         restarts: failed starts in a row before giving up.
     """
 
@@ -40,6 +40,7 @@ class EngineSettings:
     start_timeout: float
     batch_timeout: float
     restarts: int
+    log_format: str = "text"
 
 
 class Connection:
@@ -62,7 +63,8 @@ class Connection:
         """Start the process."""
         self.process = await asyncio.create_subprocess_exec(
             *self.settings.command,
-            *("--endpoint", self.endpoint, "--parent", str(os.getpid()), "--log-level", self.settings.log_level),
+            *("--endpoint", self.endpoint, "--parent", str(os.getpid())),
+            *("--log-level", self.settings.log_level, "--log-format", self.settings.log_format),
         )
 
     def send(self, message: ToEngine) -> None:

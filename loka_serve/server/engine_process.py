@@ -70,11 +70,12 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", required=True, help="ZeroMQ address without its .work or .results")
     parser.add_argument("--parent", type=int, required=True, help="process id of the API process")
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="text")
 
 
 def serve(arguments: argparse.Namespace, load: Callable[[], tuple[Engine, Catalog, str]]) -> None:
     """Load, warm up, say so, and work until told to stop. `load` gives the engine, its catalog and its device."""
-    configure_logging(arguments.log_level, "engine")
+    configure_logging(arguments.log_level, "engine", arguments.log_format)
     ignore_terminal_signals()
     die_with_parent(arguments.parent)
     context = zmq.Context()

@@ -14,10 +14,10 @@ from types import FrameType
 import uvicorn
 
 from loka_serve.config import ServerConfig
+from loka_serve.errors import ConfigError
 from loka_serve.server.app import create_app
 from loka_serve.server.http_protocol import BoundedHeadProtocol
 from loka_serve.server.state import ServerState
-from loka_serve.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

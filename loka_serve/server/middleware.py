@@ -83,7 +83,9 @@ class Envelope:
         except ProblemError as refusal:  # of `check`: the application answers its own
             await problem_response(refusal, context.request_id)(scope, receive, send_with_headers)
         except Exception:
-            logger.exception("request %s failed unexpectedly", context.request_id)
+            logger.exception(
+                "request %s failed unexpectedly", context.request_id, extra={"request_id": context.request_id}
+            )
             if not status:
                 error = ProblemError(INTERNAL, UNEXPECTED)
                 await problem_response(error, context.request_id)(scope, receive, send_with_headers)

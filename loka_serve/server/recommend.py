@@ -207,5 +207,5 @@ def _tickets(submitted: Sequence[Pending | ProblemError]) -> list[Ticket]:
 
 def _unexpected(request_id: str) -> ProblemError:
     """What an element of a batch answers when an exception that nobody foresaw is being handled."""
-    logger.exception("request %s failed unexpectedly", request_id)
+    logger.exception("request %s failed unexpectedly", request_id, extra={"request_id": request_id})
     return ProblemError(INTERNAL, UNEXPECTED)

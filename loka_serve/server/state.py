@@ -119,6 +119,7 @@ def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, comm
         EngineSettings(
             command=command,
             log_level=config.log_level,
+            log_format=config.log_format,
             start_timeout=config.engine_start_timeout_s,
             batch_timeout=config.engine_batch_timeout_s,
             restarts=config.engine_restarts,

@@ -17,10 +17,9 @@ from benchmarks.floor import Ceilings, floor_ms
 from benchmarks.results import ResultFile
 from benchmarks.synthetic_catalog import skewed_trie
 from benchmarks.yardstick import Shape, YardstickTimes
-from loka_serve.errors import EngineError
+from loka_serve.errors import ConfigError, EngineError
 from loka_serve.models.config import PRESETS
 from loka_serve.models.onerec_v2 import OneRecV2
-from loka_serve.settings import ConfigError
 
 from .fakes import FakeEngine
 

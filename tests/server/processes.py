@@ -28,7 +28,7 @@ class RunningServer:
         self.directory = tempfile.TemporaryDirectory(prefix="loka-test-")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": self.directory.name}
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=self.log_file, stdout=self.log_file, env=environment)
-        self.url = self.wait_for_log(r"listening on (http://\S+);")
+        self.url = self.wait_for_log(r"listening on (http://[^;\s]+);")
         self.client = httpx.Client(base_url=self.url, timeout=30)
 
     @property

@@ -46,7 +46,7 @@ def main() -> int:
     catalog_file, *engine_arguments = sys.argv[1:split]
     directory = str(Path(catalog_file).parent)
     config = ServerConfig.from_command_line(["--bundle", directory, "--port", "0", *sys.argv[split + 1 :]], {})
-    configure_logging(config.log_level, "api")
+    configure_logging(config.log_level, "api", config.log_format)
     model = make_model(config.max_batch or 8)
     engine = [sys.executable, "-m", "tests.server.scripted_engine", "--catalog", catalog_file]
     command = [*engine, "--max-batch", str(model.max_batch), *engine_arguments]

@@ -16,12 +16,12 @@ from fastapi.testclient import TestClient
 from starlette.routing import Route
 
 from loka_serve.config import ServerConfig
+from loka_serve.errors import ConfigError
 from loka_serve.server import api_keys
 from loka_serve.server.access import OPEN_PATHS, needs_admin
 from loka_serve.server.api_keys import ApiKeys, read_keys
 from loka_serve.server.app import create_app
 from loka_serve.server.state import ServerState, build_state
-from loka_serve.settings import ConfigError
 from tests.server.processes import RunningServer, running, scripted_command
 from tests.server.scripted_server import make_catalog, make_model
 from tests.server.test_http import problem_of, raw_exchange
