@@ -206,13 +206,19 @@ class ServerConfig:
     )
 
     log_level: str = setting(
-        Choice(("debug", "info", "warning", "error")), "least level that is logged", "logging", "info"
+        Choice(("debug", "info", "warning", "error")), "least level that is logged", "logging and tracing", "info"
     )
     log_format: str = setting(
-        Choice(("text", "json")), "lines for people, or one JSON object a line", "logging", "text"
+        Choice(("text", "json")), "lines for people, or one JSON object a line", "logging and tracing", "text"
+    )
+    tracing: str = setting(
+        Choice(("off", "otlp")),
+        "spans of each request to an OpenTelemetry collector; OTEL_EXPORTER_OTLP_ENDPOINT and the like say how",
+        "logging and tracing",
+        "off",
     )
     summary_interval_s: float = setting(
-        Number(0, 86_400), "seconds between the log's one-line summaries; 0 for none", "logging", 10.0
+        Number(0, 86_400), "seconds between the log's one-line summaries; 0 for none", "logging and tracing", 10.0
     )
 
     @property

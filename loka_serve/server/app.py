@@ -60,6 +60,8 @@ def create_app(state: ServerState) -> FastAPI:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             state.catalogs.close()
+            if state.tracing is not None:
+                await state.tracing.shutdown()
 
     app = FastAPI(
         title="loka-serve", version=__version__, description=DESCRIPTION, lifespan=lifespan, redoc_url=None,

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 import msgspec
 
 TEXT, JSON = "text", "json"
-EXTRAS = ("request_id", "trace_id")  # what a record may carry beside its message, for a search by it
+EXTRAS = ("request_id",)  # what a record may carry beside its message, for a search by it
 
 
 class JsonFormatter(logging.Formatter):
     """An object a line: time (UTC, RFC 3339), level, process, logger, message, and where they are known the request's
-    id, its trace's id and an exception with its traceback."""
+    id and an exception with its traceback."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loka_serve.server.batch_log import BatchRecord
 from loka_serve.server.encoding import encode
 from loka_serve.server.problems import CONTENT_TYPE, INTERNAL, UNEXPECTED, ProblemError
 from loka_serve.server.state import ServerState
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+TRACED_PREFIXES = ("/v1/recommend", "/v2/models/")
 _SCOPE_KEY = "loka_serve.request"
 
 
@@ -31,11 +33,13 @@ class RequestContext:
     Attributes:
         arrival: of time.monotonic.
         key_name: name of the API key that it came with; None where none is needed.
+        batches: where tracing is on: the batches that it was computed in, added once it is.
     """
 
     request_id: str
     arrival: float
     key_name: str | None = None
+    batches: list[BatchRecord] | None = None
 
 
 def context_of(request: Request) -> RequestContext:
@@ -60,7 +64,8 @@ class Envelope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        context = RequestContext(_request_id(scope), time.monotonic())
+        is_traced = self.state.tracing is not None and _is_recommendation(scope)
+        context = RequestContext(_request_id(scope), time.monotonic(), batches=[] if is_traced else None)
         scope[_SCOPE_KEY] = context
         status = 0
 
@@ -94,11 +99,25 @@ class Envelope:
             route = route_of(scope)
             self.state.metrics.responses.labels(route, str(status)).inc()
             self.state.metrics.request_seconds.labels(route).observe(time.monotonic() - context.arrival)
+            if is_traced:
+                self._trace(scope, context, route, status)
+
+    def _trace(self, scope: Scope, context: RequestContext, route: str, status: int) -> None:
+        assert self.state.tracing is not None
+        try:
+            self.state.tracing.record(scope, context, route, status)
+        except Exception:  # the request itself is answered
+            logger.exception("the spans of a request were not made", extra={"request_id": context.request_id})
 
 
 def route_of(scope: Scope) -> str:
     """The route's template; one label for all paths that no route has."""
     return getattr(scope.get("route"), "path", "unmatched")
+
+
+def _is_recommendation(scope: Scope) -> bool:
+    """Whether a request is worth a trace: not that of a probe, a scanner or a scraper."""
+    return scope["method"] == "POST" and scope["path"].startswith(TRACED_PREFIXES)
 
 
 def _request_id(scope: Scope) -> str:

@@ -170,6 +170,8 @@ class RecommendRoutes:
     def _answer(self, pending: Pending, request_id: str, context: RequestContext) -> dict[str, Any]:
         """The body of an answer; raises the ProblemError of a request that failed."""
         answer = pending.ticket.future.result()
+        if context.batches is not None:
+            context.batches.append(answer.batch)
         seconds = time.monotonic() - context.arrival
         body = recommend_answer(pending.resolved, answer, self.state.model.name, request_id, seconds)
         metrics = self.state.metrics

@@ -6,10 +6,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from loka_serve.bundle import Bundle
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.config import DEFAULT_DELAY_MS, LEAST_BEAM_LIMIT, ServerConfig
+from loka_serve.errors import ConfigError
 from loka_serve.server.access import Access
 from loka_serve.server.api_keys import ApiKeys
 from loka_serve.server.batcher import RETRY_SECONDS, Batcher, BatchSettings
@@ -22,6 +24,9 @@ from loka_serve.server.resolution import ServedModel
 from loka_serve.server.summary import Window
 from loka_serve.serving import read_serving
 
+if TYPE_CHECKING:
+    from loka_serve.server.tracing import Tracing
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,6 +37,7 @@ class ServerState:
     Attributes:
         draining: true from SIGTERM on; new requests are refused.
         requests_in_flight: HTTP requests being handled.
+        tracing: makes spans; None where that is off.
     """
 
     config: ServerConfig
@@ -42,6 +48,7 @@ class ServerState:
     metrics: ServerMetrics
     window: Window
     access: Access
+    tracing: Tracing | None = None
     draining: bool = False
     requests_in_flight: int = 0
 
@@ -108,11 +115,23 @@ def engine_command(config: ServerConfig, bundle: Bundle, model: ServedModel) -> 
     ]
 
 
+def build_tracing(config: ServerConfig) -> Tracing | None:
+    """What makes spans; None where tracing is off. Raises ConfigError without the packages for it."""
+    if config.tracing == "off":
+        return None
+    try:
+        from loka_serve.server.tracing import Tracing, otlp_provider
+
+        return Tracing(otlp_provider())
+    except ImportError as error:
+        raise ConfigError(f"--tracing {config.tracing}: needs the extra otel: {error}") from None
+
+
 def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, command: Sequence[str]) -> ServerState:
     """Put the parts together; nothing runs yet. `command` starts the engine process.
 
     Raises:
-        ConfigError: the file of API keys is not as expected.
+        ConfigError: the file of API keys is not as expected, or tracing lacks its packages.
     """
     metrics, window = ServerMetrics(), Window()
     engine = EngineClient(
@@ -134,6 +153,6 @@ def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, comm
     metrics.batches_in_flight.set_function(lambda: batcher.batches_in_flight)
     catalogs = CatalogStore(catalog, model.config.codebook_sizes, engine, batcher, metrics)
     access = Access(ApiKeys(config.api_keys_file) if config.api_keys_file is not None else None, metrics)
-    state = ServerState(config, model, catalogs, engine, batcher, metrics, window, access)
+    state = ServerState(config, model, catalogs, engine, batcher, metrics, window, access, build_tracing(config))
     metrics.requests_in_flight.set_function(lambda: state.requests_in_flight)
     return state
