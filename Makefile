@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_DIR ?= .demo
+# Test processes; a file's tests stay in one.
+WORKERS ?= auto
 
 .PHONY: demo test lint typecheck loadtest readme setup clean
 
@@ -23,7 +25,7 @@ demo: setup
 	$(BIN)/python -m examples.groceries.demo --work-dir $(DEMO_DIR) $(ARGS)
 
 test: setup lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile $(ARGS)
 
 lint: setup typecheck
 	$(BIN)/ruff check .
