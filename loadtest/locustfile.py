@@ -22,9 +22,8 @@ from locust import FastHttpUser, constant, events, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 
-sys.path.insert(0, str(Path(__file__).parent))
-from answers import beam_mix, fault_of
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from loadtest.answers import beam_mix, fault_of
 from loka_serve.catalog.histories import History, read_histories
 from loka_serve.errors import LokaError
 

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadtest import answers
 from tests.server.processes import ROOT, RunningServer, running, scripted_command
 from tests.server.scripted_server import make_catalog
-
-_spec = importlib.util.spec_from_file_location("loadtest_answers", ROOT / "loadtest" / "answers.py")
-assert _spec is not None and _spec.loader is not None
-answers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(answers)
-
-
-@pytest.fixture(scope="module")
-def histories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("loadtest") / "histories.jsonl"
-    rows = [{"user_id": f"u{user}", "history": [f"item-{user}", "item-7"]} for user in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    catalog = tmp_path_factory.mktemp("catalog") / "catalog.safetensors"
-    make_catalog().save(catalog)
-    with running(scripted_command(catalog, engine=["--seconds", "0.02"])) as server:
-        yield server
 
 
 def locust(host: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,1 @@
+"""What the server withstands, measured: one case for each promise of the README's reliability table."""
