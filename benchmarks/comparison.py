@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.environment import describe_environment
 from loka_serve.build import BuildOutcome, build
+from loka_serve.build_config import BuildConfig
 from loka_serve.command_line import (
     CommandParser,
     existing_file,
@@ -25,7 +26,6 @@ from loka_serve.command_line import (
     usable_device,
 )
 from loka_serve.compare import format_comparison
-from loka_serve.config import BuildConfig
 
 RELATIVE_TO = "recall@10"
 

@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 import loka_serve
+from loka_serve.build_config import BuildConfig
 from loka_serve.build_probe import prefers_speed, probe_model
 from loka_serve.bundle import (
     CATALOG_FILE,
@@ -38,7 +39,7 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.catalog.readers import read_catalog
 from loka_serve.catalog.storage import is_compiled_catalog
 from loka_serve.compare import compare_others, comparison, format_comparison, measure
-from loka_serve.config import LEAST_BEAM_LIMIT, SERVED_BATCH, BuildConfig
+from loka_serve.config import LEAST_BEAM_LIMIT, SERVED_BATCH
 from loka_serve.cores import default_threads
 from loka_serve.dispatch.table import keep_table, read_table
 from loka_serve.engines import ENGINES

@@ -6,8 +6,9 @@ import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from loka_serve.build_config import BuildConfig
 from loka_serve.catalog.catalog import Catalog
-from loka_serve.config import SERVED_BATCH, BuildConfig
+from loka_serve.config import SERVED_BATCH
 from loka_serve.dispatch.recipes import choose_with_speeds
 from loka_serve.engines.base import EngineLimits, EngineRequest
 from loka_serve.gate import Ranking

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from loka_serve.build_config import BuildConfig
 from loka_serve.bundle import Bundle, staging_directory
-from loka_serve.config import BuildConfig
 from loka_serve.engines import load_engine
 from loka_serve.engines.base import EngineLimits, EngineRequest, RequestBatch
 from loka_serve.errors import EngineError

@@ -28,8 +28,8 @@ from torch import Tensor
 from examples.groceries.evaluate import CHECKPOINT
 from examples.groceries.prepare import Sequences
 from loka_serve.build import BuildOutcome, build, run_as_bf16
+from loka_serve.build_config import BuildConfig
 from loka_serve.catalog.readers import read_catalog
-from loka_serve.config import BuildConfig
 from loka_serve.engines.base import EngineLimits
 from loka_serve.engines.reference import ReferenceEngine
 from loka_serve.gate import Ranking, recommend_items

@@ -16,8 +16,8 @@ from examples.groceries.purchases import GroceriesError, Product
 from examples.groceries.scoring import Recommendations
 from examples.groceries.train import train
 from loka_serve.build import build
+from loka_serve.build_config import BuildConfig
 from loka_serve.bundle import Bundle
-from loka_serve.config import BuildConfig
 from tests.examples.groceries.data import HOUSEHOLDS, ITEMS, synthetic_sequences
 
 
