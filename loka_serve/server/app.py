@@ -20,6 +20,7 @@ from loka_serve.server.catalog_routes import CatalogRoutes
 from loka_serve.server.debug_routes import add_debug_routes
 from loka_serve.server.encoding import json_response
 from loka_serve.server.engine_client import STOP_SECONDS
+from loka_serve.server.kserve_routes import KServeRoutes
 from loka_serve.server.middleware import Envelope, context_of, problem_response
 from loka_serve.server.problems import ProblemError, ProblemKind
 from loka_serve.server.recommend import BATCH_PATH, RECOMMEND_PATH, RecommendRoutes
@@ -30,16 +31,6 @@ DESCRIPTION = """Recommends items by generating semantic IDs with constrained be
 
 Every error is an RFC 9457 problem (`application/problem+json`) with the request's id, which is also in the header
 `X-Request-ID`: send your own or get a new one. 422 names the field that is wrong."""
-
-COMMON_PROBLEMS = (
-    problems.BODY_TIMEOUT,
-    problems.TOO_LARGE,
-    problems.UNSUPPORTED_ENCODING,
-    problems.INVALID,
-    problems.QUEUE_FULL,
-    problems.INTERNAL,
-    problems.UNAVAILABLE,
-)
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -70,7 +61,9 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(ProblemError, _answer_problem)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     app.add_middleware(Envelope, state=state)
-    _add_recommend_routes(app, state)
+    routes = RecommendRoutes(state)
+    _add_recommend_routes(app, routes)
+    KServeRoutes(state, routes).add_to(app)
     _add_information_routes(app, state)
     CatalogRoutes(state).add_to(app)
     add_debug_routes(app, state)
@@ -78,8 +71,7 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
-def _add_recommend_routes(app: FastAPI, state: ServerState) -> None:
-    routes = RecommendRoutes(state)
+def _add_recommend_routes(app: FastAPI, routes: RecommendRoutes) -> None:
     example: dict[str, Any] = {"history": ["item-1", "item-2"], "num_items": 10}
     app.add_api_route(
         RECOMMEND_PATH,
@@ -87,7 +79,9 @@ def _add_recommend_routes(app: FastAPI, state: ServerState) -> None:
         methods=["POST"],
         summary="Recommend items for one history",
         tags=["recommend"],
-        responses=openapi.answers("RecommendResponse", "Items, best first.", *COMMON_PROBLEMS, problems.DEADLINE),
+        responses=openapi.answers(
+            "RecommendResponse", "Items, best first.", *problems.OF_RECOMMENDATIONS, problems.DEADLINE
+        ),
         openapi_extra=openapi.json_body("RecommendRequest", example),
     )
     app.add_api_route(
@@ -97,7 +91,7 @@ def _add_recommend_routes(app: FastAPI, state: ServerState) -> None:
         summary="Recommend items for many histories",
         tags=["recommend"],
         responses=openapi.answers(
-            "RecommendBatchResponse", "An answer or a problem for each request.", *COMMON_PROBLEMS
+            "RecommendBatchResponse", "An answer or a problem for each request.", *problems.OF_RECOMMENDATIONS
         ),
         openapi_extra=openapi.json_body("RecommendBatchRequest", {"requests": [example]}),
     )
@@ -153,7 +147,7 @@ def _models(state: ServerState) -> schemas.ModelList:
 
 async def _answer_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProblemError)
-    return problem_response(error, context_of(request).request_id)
+    return problem_response(error, context_of(request).request_id, request.url.path)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -161,7 +155,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     kinds = {404: problems.NOT_FOUND, 405: problems.METHOD_NOT_ALLOWED}
     kind = kinds.get(error.status_code, ProblemKind("http", error.status_code, str(error.detail)))
-    response = problem_response(ProblemError(kind, kind.title), context_of(request).request_id)
+    response = problem_response(ProblemError(kind, kind.title), context_of(request).request_id, request.url.path)
     if kind is problems.METHOD_NOT_ALLOWED:
         response.headers["Allow"] = ", ".join(_methods(request))
     return response
@@ -170,4 +164,5 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 def _methods(request: Request) -> list[str]:
     """All methods of a path; the router knows only those of the first route that has it."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    return sorted({method for route in routes if route.path == request.url.path for method in route.methods or ()})
+    found = [route for route in routes if route.path_regex.match(request.url.path)]
+    return sorted({method for route in found for method in route.methods or ()})

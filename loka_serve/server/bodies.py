@@ -96,7 +96,7 @@ def too_large(limit: int) -> ProblemError:
 
 def decode_recommend(body: bytes | msgspec.Raw) -> RecommendRequest:
     """A recommend request; raises ProblemError (422) naming the field."""
-    request = _decode(_recommend_decoder, body)
+    request = decode_json(_recommend_decoder, body)
     given = sum(getattr(request, name) != default for name, default in _DEFAULTS)
     refuse_repeated_keys(body, given + len(request.features) + len(request.filter))
     return request
@@ -104,7 +104,7 @@ def decode_recommend(body: bytes | msgspec.Raw) -> RecommendRequest:
 
 def decode_batch(body: bytes) -> RecommendBatchRequest:
     """A batch whose elements are still undecoded; raises ProblemError (422) if the batch itself is malformed."""
-    batch = _decode(_batch_decoder, body)
+    batch = decode_json(_batch_decoder, body)
     if body.count(b":") != 1 + sum(bytes(element).count(b":") for element in batch.requests):
         raise _repeated("requests")  # the elements are looked at one by one
     return batch
@@ -144,7 +144,7 @@ def _repeated(name: str) -> ProblemError:
     return invalid("body", f"expected each key once, got `{name[:100]}` again")
 
 
-def _decode(decoder: msgspec.json.Decoder[Body], body: bytes | msgspec.Raw) -> Body:
+def decode_json(decoder: msgspec.json.Decoder[Body], body: bytes | msgspec.Raw) -> Body:
     """What every byte that a client wrote goes through; raises ProblemError (422) and nothing else."""
     try:
         return decoder.decode(body)
@@ -161,15 +161,18 @@ def _decode(decoder: msgspec.json.Decoder[Body], body: bytes | msgspec.Raw) -> B
 
 def _describe(text: str, body: bytes | msgspec.Raw) -> tuple[str, str]:
     """(field, message) of a text like "Expected `int` >= 1 - at `$.num_items`"."""
+    field, message = field_of(text)
+    return _resolve_key(field, body) if "[...]" in field else field, message
+
+
+def field_of(text: str) -> tuple[str, str]:
+    """(field, message) of a validation error of msgspec, with `[...]` for a key of a mapping; `body` for the whole."""
     if text.startswith(_UNKNOWN):  # by hand: the name is the client's and may be megabytes long
         return text[len(_UNKNOWN) : -1][:100], "unknown field"
     match = _PATH.match(text)
     if match is None:
         return "body", _lower(text)
-    path = match["path"]
-    if "[...]" in path:
-        path = _resolve_key(path, body)
-    return path.lstrip(".") or "body", _lower(match["message"])
+    return match["path"].lstrip(".") or "body", _lower(match["message"])
 
 
 def _resolve_key(path: str, body: bytes | msgspec.Raw) -> str:
@@ -180,13 +183,13 @@ def _resolve_key(path: str, body: bytes | msgspec.Raw) -> str:
     Raises:
         ProblemError: 422 naming `body`, if it is not JSON to its end or gives a key twice.
     """
-    member, _, rest = path.lstrip(".").partition("[...]")
+    member, _, rest = path.partition("[...]")
     decoder = _value_decoders.get(member)
     if decoder is None:
         return path
-    mapping: msgspec.Raw = getattr(_decode(_mappings_decoder, body), member)
+    mapping: msgspec.Raw = getattr(decode_json(_mappings_decoder, body), member)
     if bytes(memoryview(mapping)[:1]) == b"{":
-        values = _decode(_mapping_decoder, mapping)
+        values = decode_json(_mapping_decoder, mapping)
         if len(values) > MOST_KEYS:
             return member
         for key, value in values.items():

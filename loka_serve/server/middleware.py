@@ -48,9 +48,11 @@ def context_of(request: Request) -> RequestContext:
     return context
 
 
-def problem_response(error: ProblemError, request_id: str) -> Response:
-    """A problem as an HTTP answer."""
-    return Response(encode(error.problem(request_id)), error.kind.status, error.headers(), media_type=CONTENT_TYPE)
+def problem_response(error: ProblemError, request_id: str, path: str) -> Response:
+    """A problem as an HTTP answer to a request for `path`."""
+    return Response(
+        encode(error.problem(request_id, path)), error.kind.status, error.headers(), media_type=CONTENT_TYPE
+    )
 
 
 class Envelope:
@@ -86,14 +88,14 @@ class Envelope:
                 scope[_SCOPE_KEY] = replace(context, key_name=key.name)
             await self.app(scope, receive, send_with_headers)
         except ProblemError as refusal:  # of `check`: the application answers its own
-            await problem_response(refusal, context.request_id)(scope, receive, send_with_headers)
+            await problem_response(refusal, context.request_id, scope["path"])(scope, receive, send_with_headers)
         except Exception:
             logger.exception(
                 "request %s failed unexpectedly", context.request_id, extra={"request_id": context.request_id}
             )
             if not status:
                 error = ProblemError(INTERNAL, UNEXPECTED)
-                await problem_response(error, context.request_id)(scope, receive, send_with_headers)
+                await problem_response(error, context.request_id, scope["path"])(scope, receive, send_with_headers)
         finally:
             self.state.requests_in_flight -= 1
             route = route_of(scope)

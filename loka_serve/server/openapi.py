@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from loka_serve.server import schemas
+from loka_serve.server import kserve_schemas, schemas
 from loka_serve.server.access import OPEN_PATHS
 from loka_serve.server.problems import CONTENT_TYPE, FORBIDDEN, UNAUTHORIZED, Problem, ProblemKind
 from loka_serve.server.resolution import ServedModel
@@ -19,6 +19,13 @@ STRUCTS = (
     schemas.ModelList,
     schemas.CatalogInfo,
     schemas.BatchList,
+    kserve_schemas.InferRequest,
+    kserve_schemas.InferResponse,
+    kserve_schemas.ModelMetadata,
+    kserve_schemas.ModelReady,
+    kserve_schemas.ServerLive,
+    kserve_schemas.ServerMetadata,
+    kserve_schemas.ServerReady,
     schemas.Health,
     Problem,
 )

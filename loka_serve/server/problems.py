@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+KSERVE_PREFIX = "/v2"
 CONTENT_TYPE = "application/problem+json"
 # Characters of a text that may quote the client; of a longer one the middle, where the quoted value is, is left out.
 LONGEST_FIELD, LONGEST_TEXT = 200, 600
@@ -30,6 +33,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     instance: str
     request_id: str
     errors: list[FieldError] = []
+    error: Annotated[str, Meta(description="The detail again, where clients of the open inference protocol look.")] = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ FAILED = ProblemKind("failed", 500, "The request could not be computed")
 INTERNAL = ProblemKind("internal", 500, "Internal error")
 UNAVAILABLE = ProblemKind("unavailable", 503, "The service is not ready")
 DEADLINE = ProblemKind("deadline", 504, "The deadline has passed")
+OF_RECOMMENDATIONS = (BODY_TIMEOUT, TOO_LARGE, UNSUPPORTED_ENCODING, INVALID, QUEUE_FULL, INTERNAL, UNAVAILABLE)
 UNEXPECTED = "the server could not handle this request"
 
 
@@ -84,8 +89,8 @@ class ProblemError(Exception):
         ]
         self.retry_after = retry_after
 
-    def problem(self, request_id: str) -> Problem:
-        """The body of the answer."""
+    def problem(self, request_id: str, path: str = "") -> Problem:
+        """The body of the answer to a request for `path`."""
         return Problem(
             type=f"urn:loka-serve:problem:{self.kind.outcome.replace('_', '-')}",
             title=self.kind.title,
@@ -94,6 +99,7 @@ class ProblemError(Exception):
             instance=f"urn:loka-serve:request:{request_id}",
             request_id=request_id,
             errors=self.errors,
+            error=self.detail if path.startswith(KSERVE_PREFIX) else "",
         )
 
     def headers(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from loka_serve.server.problems import (
     invalid,
 )
 from loka_serve.server.resolution import ResolvedRequest, ServedModel, resolve
+from loka_serve.server.schemas import RecommendRequest
 from loka_serve.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ OUTCOMES = (
     OK,
     *(kind.outcome for kind in (CANCELLED, DEADLINE, FAILED, INTERNAL, INVALID, QUEUE_FULL, TOO_LARGE, UNAVAILABLE)),
 )
+Decode = Callable[[bytes | msgspec.Raw], RecommendRequest]
 LARGE_BODY_BYTES = 128 << 10  # beyond that a thread decodes, which lets the event loop in between
 DECODED_AT_ONCE = 8  # elements of a batch between two looks at other clients
 
@@ -67,13 +69,24 @@ class RecommendRoutes:
 
     async def recommend(self, request: Request) -> Response:
         """One request, one answer."""
+        return await self.answer_one(request, RECOMMEND_PATH, decode_recommend, json_response)
+
+    async def answer_one(
+        self, request: Request, route: str, decode: Decode, respond: Callable[[dict[str, Any]], Response]
+    ) -> Response:
+        """From a body in whatever form to an answer in it.
+
+        Args:
+            decode: raises ProblemError (422); large bodies are decoded in a thread.
+            respond: gets the members of schemas.RecommendResponse.
+        """
         context = context_of(request)
         outcome = CANCELLED.outcome
         try:
             body = await self._read(request)
-            pending = await self._submit(body, context)
+            pending = await self._submit(body, context, decode)
             await self._wait(request, [pending.ticket])
-            response = json_response(self._answer(pending, context.request_id, context))
+            response = respond(self._answer(pending, context.request_id, context))
             outcome = OK
         except ProblemError as error:
             outcome = error.kind.outcome
@@ -82,7 +95,7 @@ class RecommendRoutes:
             outcome = INTERNAL.outcome
             raise
         finally:
-            self._count(RECOMMEND_PATH, outcome, context)
+            self._count(route, outcome, context)
         return response
 
     async def recommend_batch(self, request: Request) -> Response:
@@ -123,14 +136,16 @@ class RecommendRoutes:
         finally:
             batcher.release()
 
-    async def _submit(self, body: bytes | msgspec.Raw, context: RequestContext) -> Pending:
+    async def _submit(
+        self, body: bytes | msgspec.Raw, context: RequestContext, decode: Decode = decode_recommend
+    ) -> Pending:
         model, catalogs = self.state.model, self.state.catalogs
         if memoryview(body).nbytes <= LARGE_BODY_BYTES:
-            resolved = resolve(decode_recommend(body), model, catalogs.live)
+            resolved = resolve(decode(body), model, catalogs.live)
         else:
-            resolved = await asyncio.to_thread(_decode_and_resolve, body, model, catalogs.live)
+            resolved = await asyncio.to_thread(_decode_and_resolve, decode, body, model, catalogs.live)
             if resolved.catalog not in (catalogs.live, catalogs.previous):  # replaced meanwhile: the engine forgets it
-                resolved = resolve(decode_recommend(body), model, catalogs.live)
+                resolved = resolve(decode(body), model, catalogs.live)
         timeout = self.state.config.default_timeout_ms / 1000 if resolved.timeout is None else resolved.timeout
         ticket = self.state.batcher.submit(resolved.wire, resolved.catalog.version, context.arrival, timeout)
         return Pending(resolved, ticket)
@@ -199,8 +214,10 @@ class RecommendRoutes:
         self.state.window.request(outcome, time.monotonic() - context.arrival)
 
 
-def _decode_and_resolve(body: bytes | msgspec.Raw, model: ServedModel, catalog: Catalog) -> ResolvedRequest:
-    return resolve(decode_recommend(body), model, catalog)
+def _decode_and_resolve(
+    decode: Decode, body: bytes | msgspec.Raw, model: ServedModel, catalog: Catalog
+) -> ResolvedRequest:
+    return resolve(decode(body), model, catalog)
 
 
 def _tickets(submitted: Sequence[Pending | ProblemError]) -> list[Ticket]:
