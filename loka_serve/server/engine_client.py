@@ -21,6 +21,7 @@ from loka_serve.server.messages import (
     Batch,
     BatchResult,
     CatalogLoaded,
+    DeviceMemory,
     Drift,
     Ready,
     StartFailed,
@@ -196,6 +197,7 @@ class EngineClient:
 
     def _mark_down(self) -> None:
         self.metrics.engine_up.set(0)
+        self.metrics.gpu_memory.clear()
         self._connection, self.ready = None, None
         if self._up_since is not None:
             self._proved_itself |= time.monotonic() - self._up_since > PROVEN_SECONDS
@@ -223,6 +225,8 @@ class EngineClient:
                 self._swap_finished(message)
             elif isinstance(message, Drift):
                 self.metrics.set_drift(message.sites)
+            elif isinstance(message, DeviceMemory):
+                self.metrics.set_memory(message)
             elif isinstance(message, Ready):
                 self._started(message, connection)
             elif isinstance(message, StartFailed):

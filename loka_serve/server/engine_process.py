@@ -17,6 +17,7 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import DispatchedEngine, DriftWatchingEngine, Engine
 from loka_serve.errors import LokaError
 from loka_serve.server import messages
+from loka_serve.server.device_memory import MemoryWatch, read_device_memory
 from loka_serve.server.engine_worker import EngineWorker
 from loka_serve.server.log import configure_logging
 
@@ -118,7 +119,8 @@ def _serve(
         dispatch_reason=dispatch.reason if dispatch else None,
         drift_sites=engine.drift_sites if isinstance(engine, DriftWatchingEngine) else (),
     )
-    worker = EngineWorker(engine, catalog, work, results, parent)
+    memory = MemoryWatch(lambda: read_device_memory(device))
+    worker = EngineWorker(engine, catalog, work, results, parent, memory)
     results.send(messages.encode(ready))
     worker.run()
     return 0

@@ -29,8 +29,9 @@ from loka_serve.engines.base import (
 )
 from loka_serve.errors import LokaError
 from loka_serve.server import messages
+from loka_serve.server.device_memory import MemoryWatch
 from loka_serve.server.engine_batches import ComputedBatch, PreparedBatch, finish, prepare
-from loka_serve.server.messages import CATALOG, Batch, CatalogLoaded, Drift, SwapFinished, SwapStarted
+from loka_serve.server.messages import CATALOG, Batch, CatalogLoaded, DeviceMemory, Drift, SwapFinished, SwapStarted
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class EngineWorker:
         work: PULL socket of messages from the API process.
         results: PUSH socket to it.
         parent: process id of the API process.
+        memory: looked at now and then, and after a swap.
     """
 
     engine: Engine
@@ -77,9 +79,10 @@ class EngineWorker:
     work: zmq.Socket[bytes]
     results: zmq.Socket[bytes]
     parent: int
+    memory: MemoryWatch | None = None
     _prepared: queue.Queue[PreparedBatch | PreparedSwap | None] = field(default_factory=lambda: queue.Queue(2))
-    _outgoing: queue.Queue[ComputedBatch | CatalogLoaded | SwapStarted | SwapFinished | Drift | None] = field(
-        default_factory=queue.Queue
+    _outgoing: queue.Queue[ComputedBatch | CatalogLoaded | SwapStarted | SwapFinished | Drift | DeviceMemory | None] = (
+        field(default_factory=queue.Queue)
     )
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class EngineWorker:
 
     def run(self) -> None:
         """Blocks; an exception of the reader or writer ends the process, since the API then starts a fresh one."""
+        self._report_memory(at_once=True)
         stages = [
             threading.Thread(target=_end_process_on_error, args=(stage,), name=stage.__name__, daemon=True)
             for stage in (self._read, self._write)
@@ -190,6 +194,7 @@ class EngineWorker:
         logger.info("swapped to catalog %s in %.2f s", catalog.version, time.perf_counter() - started)
         self._live_version = catalog.version
         self._outgoing.put(SwapFinished(catalog.version))
+        self._report_memory(at_once=True)
         return True
 
     # a batch
@@ -247,6 +252,11 @@ class EngineWorker:
         flight.batch.timings["total"] = time.perf_counter() - flight.started
         self._outgoing.put(ComputedBatch(flight.batch, rows))
         self._judge_drift()
+        self._report_memory()
+
+    def _report_memory(self, at_once: bool = False) -> None:
+        if self.memory is not None and (reading := self.memory.read(at_once)) is not None:
+            self._outgoing.put(reading)
 
     def _judge_drift(self) -> None:
         """After the answer, which need not wait for it; a guard that fails costs no request."""

@@ -139,6 +139,14 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     sites: list[SiteDrift]
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, tag="device_memory"):
+    """Engine -> API: bytes of the GPU that the engine's allocator holds, that all processes use, and that there are."""
+
+    reserved: int
+    used: int
+    total: int
+
+
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     """Engine -> API: a new attempt would fail in the same way (a damaged bundle, an unknown engine)."""
 
@@ -146,7 +154,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 ToEngine = Batch | LoadCatalog | DropCatalog | SwapCatalog | Stop
-FromEngine = BatchResult | CatalogLoaded | SwapStarted | SwapFinished | Ready | Drift | StartFailed
+FromEngine = BatchResult | CatalogLoaded | SwapStarted | SwapFinished | Ready | Drift | DeviceMemory | StartFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -16,7 +16,7 @@ from prometheus_client import (
 
 from loka_serve import __version__
 from loka_serve.engines.base import SiteDrift
-from loka_serve.server.messages import EXCEPTION, INVALID, NAN
+from loka_serve.server.messages import EXCEPTION, INVALID, NAN, DeviceMemory
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 STAGE_SECONDS = (0.00025, 0.0005, 0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -114,6 +114,12 @@ class ServerMetrics:
         self.drift_fallbacks = Counter(
             "loka_drift_fallbacks", "Times that a site went into BF16.", ["site"], registry=registry
         )
+        self.gpu_memory = Gauge(
+            "loka_gpu_memory_bytes",
+            "Bytes of the engine's GPU: reserved by the engine, used by all processes, total.",
+            ["kind"],
+            registry=registry,
+        )
         build = Gauge("loka_build_info", "1 for the running version.", ["version"], registry=registry)
         build.labels(__version__).set(1)
         for reason in (NAN, INVALID, EXCEPTION):
@@ -168,6 +174,11 @@ class ServerMetrics:
                 self.drift_amax_ratio.labels(drift.site).set(drift.amax_ratio)
             self.drift_in_fallback.labels(drift.site).set(drift.in_fallback)
             self.drift_fallbacks.labels(drift.site).inc(drift.fell_back)
+
+    def set_memory(self, memory: DeviceMemory) -> None:
+        """Record a reading of the GPU's memory; an engine on a CPU sends none."""
+        for kind in ("reserved", "used", "total"):
+            self.gpu_memory.labels(kind).set(getattr(memory, kind))
 
     def exposition(self) -> bytes:
         """The page for Prometheus, in its text format."""

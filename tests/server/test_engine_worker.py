@@ -16,12 +16,14 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch, SiteDrift
 from loka_serve.errors import EngineError
 from loka_serve.server import messages
+from loka_serve.server.device_memory import MemoryWatch
 from loka_serve.server.engine_batches import leaves_are_valid, to_result
 from loka_serve.server.engine_worker import EngineWorker, is_device_error
 from loka_serve.server.messages import (
     Batch,
     BatchResult,
     CatalogLoaded,
+    DeviceMemory,
     Drift,
     DropCatalog,
     LoadCatalog,
@@ -45,7 +47,7 @@ UNFIT = 220  # first code of the newest history item that `SlowDevice.submit` re
 class Pipe:
     """A worker in a thread, and the API process's ends of its sockets."""
 
-    def __init__(self, engine: ScriptedEngine | None = None) -> None:
+    def __init__(self, engine: ScriptedEngine | None = None, memory: MemoryWatch | None = None) -> None:
         self.context = zmq.Context()
         self.work, work = self.context.socket(zmq.PUSH), self.context.socket(zmq.PULL)
         self.results, results = self.context.socket(zmq.PULL), self.context.socket(zmq.PUSH)
@@ -53,7 +55,7 @@ class Pipe:
             bound.bind(f"inproc://{name}")
             connected.connect(f"inproc://{name}")
         self.engine = engine or ScriptedEngine(CATALOG, LIMITS)
-        worker = EngineWorker(self.engine, CATALOG, work, results, os.getppid())
+        worker = EngineWorker(self.engine, CATALOG, work, results, os.getppid(), memory)
         self.thread = threading.Thread(target=worker.run, daemon=True)
         self.thread.start()
 
@@ -354,3 +356,24 @@ def test_device_errors_are_told_from_others() -> None:
     ]
     assert [is_device_error(error) for error in lost] == [True] * len(lost)
     assert [is_device_error(error) for error in whole] == [False] * len(whole)
+
+
+def test_memory_is_read_at_the_start_after_a_swap_and_now_and_then(tmp_path: Path) -> None:
+    readings = iter(range(1, 100))
+    pipe = Pipe(memory=MemoryWatch(lambda: DeviceMemory(next(readings), 20, 30), every_seconds=3600.0))
+    assert pipe.receive() == DeviceMemory(1, 20, 30)
+    pipe.ask(request())
+    pipe.ask(request())  # not yet time for another reading
+    other = make_catalog(30, "other")
+    pipe.load(other, tmp_path / "other.safetensors")
+    pipe.send(SwapCatalog(other.version))
+    found = [pipe.receive() for _ in range(3)]
+    assert found == [SwapStarted(other.version), SwapFinished(other.version), DeviceMemory(2, 20, 30)]
+    pipe.stop()
+
+
+def test_memory_is_read_again_once_it_is_time() -> None:
+    readings = iter(range(1, 100))
+    watch = MemoryWatch(lambda: DeviceMemory(next(readings), 20, 30), every_seconds=0.0)
+    assert [watch.read(), watch.read()] == [DeviceMemory(1, 20, 30), DeviceMemory(2, 20, 30)]
+    assert MemoryWatch(lambda: None).read() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from loka_serve.server.messages import DeviceMemory
 from loka_serve.server.metrics import ServerMetrics, padding
 from loka_serve.server.summary import LARGEST_SAMPLE, Window, percentile
 
@@ -65,6 +66,16 @@ def test_where_the_dispatch_table_is_from() -> None:
     assert series == ['loka_dispatch_info{reason_class="none",source="loaded"} 1.0']
     metrics.set_dispatch(None, None)
     assert "loka_dispatch_info{" not in metrics.exposition().decode()
+
+
+def test_memory_of_the_gpu() -> None:
+    metrics = ServerMetrics()
+    assert "loka_gpu_memory_bytes{" not in metrics.exposition().decode()
+    metrics.set_memory(DeviceMemory(reserved=2 << 30, used=3 << 30, total=140 << 30))
+    shown = metrics.registry.get_sample_value
+    assert [shown("loka_gpu_memory_bytes", {"kind": kind}) for kind in ("reserved", "used", "total")] == [
+        2 << 30, 3 << 30, 140 << 30,
+    ]  # fmt: skip
 
 
 def test_no_created_series() -> None:
