@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = {
     "kernels": set(),
     "errors": set(),
+    "client": set(),
     "catalog": {"errors"},
     "models": {"errors", "kernels"},
     "decoding": {"errors", "kernels", "models", "catalog"},
