@@ -1,0 +1,1 @@
+"""The `tensorrt` engine: dense segments of an ONNX graph in a runtime, everything between them in our kernels."""
