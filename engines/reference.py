@@ -52,7 +52,7 @@ class ReferenceEngine:
         check_batch(batch, self.limits, len(config.features), config.codebook_sizes)
         timer = StageTimer(self.device)
         with timer.stage("context"):
-            history, lengths, features = self._pad(batch)
+            history, lengths, features = self.pad(batch)
             context = self.model.prepare_context(history, lengths, features)
         filters = [request.filter for request in batch.requests]
         allowed = stack_filters(filters, [len(codes) for codes in self.trie.codes], self.device)
@@ -60,7 +60,8 @@ class ReferenceEngine:
         beams = beam_search(self.model, self.trie, context, widths, allowed, timer)
         return to_result(beams, timer.seconds)
 
-    def _pad(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def pad(self, batch: RequestBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """(history int64 [B, T, L] padded at the end, lengths int64 [B], features int64 [B, F]) on the device."""
         longest = max(len(request.history) for request in batch.requests)
         history = np.zeros((len(batch), longest, self.limits.levels), np.int64)
         for row, request in enumerate(batch.requests):

@@ -120,6 +120,12 @@ class ServerConfig:
         HOPPER,
         HopperOptions.tune,
     )
+    hopper_batch_invariant: bool = setting(
+        Switch(),
+        "give a request the same bits alone, in any batch and in any order; slower",
+        HOPPER,
+        HopperOptions.batch_invariant,
+    )
     frozen_dispatch: bool = setting(
         Switch(),
         "refuse to start, rather than measure, where no dispatch table of this GPU, driver and versions is there",
@@ -231,6 +237,7 @@ class ServerConfig:
             catalog_headroom=self.hopper_catalog_headroom,
             tune=self.hopper_tune,
             frozen_dispatch=self.frozen_dispatch,
+            batch_invariant=self.hopper_batch_invariant,
         )
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from loka_serve.engines.hopper.weights import Site, SparseFeedForward
+from loka_serve.kernels.batch_invariant import experts_configuration
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.kernels.linear.implementations import linear
 from loka_serve.kernels.moe.combine import combine, combine_norm_quantize
@@ -38,6 +39,7 @@ class Producers:
     """
 
     dispatch: Dispatch
+    batch_invariant: bool
     eps: float
     fused: bool
     activation: str
@@ -52,6 +54,8 @@ class Producers:
 
     def configure_experts(self, weights: SparseFeedForward, tokens: int) -> Configuration | None:
         """What the table says of both grouped GEMMs; None where it says nothing, and for two GEMMs of two recipes."""
+        if self.batch_invariant:
+            return experts_configuration(weights.experts)
         if weights.recipe != weights.down_recipe:
             return None
         groups, model, width = weights.experts.down.shape

@@ -23,8 +23,10 @@ from loka_serve.engines.hopper.memory import MemoryReport, workspace_bytes
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.engines.hopper.selection import select
 from loka_serve.engines.hopper.support import check_limits
+from loka_serve.engines.hopper.trace import LevelTrace
 from loka_serve.engines.hopper.weights import HopperWeights
 from loka_serve.errors import EngineError
+from loka_serve.kernels.batch_invariant import BatchInvariantDispatch
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.kernels.level_head.reference import AdvancedBeams
 from loka_serve.kernels.self_attention.triton import extend_ancestors
@@ -72,6 +74,7 @@ class HopperDecoder:
     device: torch.device
     options: HopperOptions = HopperOptions()
     dispatch: Dispatch | None = None
+    _traced: list[LevelTrace] | None = None
 
     def __post_init__(self) -> None:
         config, limits = self.weights.config, self.limits
@@ -79,6 +82,8 @@ class HopperDecoder:
         check_limits(config, limits)
         self.buckets = Buckets.of(limits, self.options)
         dispatch = self.dispatch or Dispatch.unmeasured(self.device)
+        if self.options.batch_invariant:
+            dispatch = BatchInvariantDispatch.unmeasured(self.device)
         self.forward = Forward(self.weights, dispatch, self.options)
         self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
         self.warm: set[Bucket] = set()
@@ -156,6 +161,20 @@ class HopperDecoder:
         held.busy = True
         return Ticket(len(requests), bucket, slot, started, events)
 
+    def trace(self, batch: RequestBatch) -> list[LevelTrace]:
+        """Every level's logits of a batch, which runs kernel by kernel, outside of the graphs. For comparisons.
+
+        Raises EngineError while a batch is on its way, and as `submit`.
+        """
+        if any(slot.busy for slot in self.slots):
+            raise EngineError("a batch is on its way: collect it before tracing another")
+        graphs, self.graphs, self._traced = self.graphs, {}, []
+        try:
+            self.collect(self.submit(batch))
+            return self._traced
+        finally:
+            self.graphs, self._traced = graphs, None
+
     def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
         if not self.on_gpu:
             return None
@@ -222,6 +241,8 @@ class HopperDecoder:
         for level in range(config.levels):
             codes = None if beams is None else beams.codes
             logits = self.forward.step(codes, level, context, cache, ancestors, beam_counts)
+            if self._traced is not None:
+                self._traced.append(LevelTrace.of(beams, beam_counts, logits))
             catalog = self.catalog
             children = None if catalog is None else catalog.levels[level]
             capacity = None if catalog is None else catalog.room.capacity(level, bucket.beam)

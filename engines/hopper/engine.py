@@ -52,7 +52,7 @@ class HopperEngine:
         self.limits, self.catalog = limits, bundle.catalog
         weights = pack_weights(bundle.load_model(self.device, torch.bfloat16, cache_weight=False))
         dispatch, self.dispatch_info = None, DispatchInfo("defaults", "off")
-        if options.tune or options.frozen_dispatch:
+        if (options.tune or options.frozen_dispatch) and not options.batch_invariant:
             dispatch, self.dispatch_info = traced_dispatch_for(
                 weights, buckets, self.device, dispatch_file, bundle.path / DISPATCH_FILE, options.frozen_dispatch
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 from loka_serve.engines.hopper.activations import Activation, Producers
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.engines.hopper.weights import DenseFeedForward, HopperWeights, LayerWeights, SparseFeedForward
+from loka_serve.kernels.batch_invariant import ATTENTION, ROUTER
 from loka_serve.kernels.beam_attention.reference import Fp8Context
 from loka_serve.kernels.beam_attention.triton import beam_attention, beam_attention_fp8
 from loka_serve.kernels.beam_attention.triton_context import quantize_context
@@ -53,7 +54,11 @@ class Forward:
 
     def __init__(self, weights: HopperWeights, dispatch: Dispatch, options: HopperOptions) -> None:
         self.weights, self.config, self.options = weights, weights.config, options
-        self.produce = Producers(dispatch, weights.config.norm_eps, options.fused, weights.config.activation)
+        self.attention = ATTENTION if options.batch_invariant else None
+        self.router_tiling = ROUTER if options.batch_invariant else None
+        self.produce = Producers(
+            dispatch, options.batch_invariant, weights.config.norm_eps, options.fused, weights.config.activation
+        )
 
     def context(self, history: Tensor, lengths: Tensor, features: Tensor) -> list[ContextKeys]:
         """Encode histories: int32 [B, T, L], lengths int32 [B] (-1: no request there), features int32 [B, F]."""
@@ -143,9 +148,11 @@ class Forward:
             query = rotate_queries(query, context.positions, config.rotary_theta)
         out = torch.empty_like(query)  # rows of dead beams stay undefined
         if context.quantized is None:
-            beam_attention(query, context.keys, context.values, context.slots, beam_counts, out=out)
+            operands = (query, context.keys, context.values, context.slots, beam_counts)
+            beam_attention(*operands, out=out, configuration=self.attention)
         else:
-            beam_attention_fp8(query, context.quantized, context.slots, beam_counts, out=out)
+            operands_fp8 = (query, context.quantized, context.slots, beam_counts)
+            beam_attention_fp8(*operands_fp8, out=out, configuration=self.attention)
         attended = self.produce.quantized(out.view(len(x), -1), {layer.cross_output.recipe})
         output = self.produce.project(attended, layer.cross_output)
         return self.produce.norm(output, x, layer.self_attention_gain, {layer.qkv.recipe})
@@ -193,7 +200,9 @@ class Forward:
             logits = self.produce.project(normed, weights.router, torch.float32)
         rows, scale = normed.of(weights.recipe)
         measured = self.produce.configure_experts(weights, len(rows))
-        experts = expert_outputs(rows, scale, logits, weights.selection_bias, weights.experts, weights.top_k, measured)
+        experts = expert_outputs(
+            rows, scale, logits, weights.selection_bias, weights.experts, weights.top_k, measured, self.router_tiling
+        )
         shared = None if weights.shared is None else self._dense(weights.shared, normed)
         return self.produce.combine_norm(experts, shared, x, next_gain, next_recipe)
 

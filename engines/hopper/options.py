@@ -23,6 +23,8 @@ class HopperOptions:
         fused: quantize activations in the kernels that produce them; otherwise in kernels of their own.
         tune: measure at load which library runs each linear, unless that is on file; otherwise take defaults.
         frozen_dispatch: refuse to start, whatever `tune` says, where no table of this machine's versions is on file.
+        batch_invariant: choose kernels that give a request the same bits alone, in any batch and in any order; no
+            dispatch is measured or read.
         top_k: `radix`, our kernel, or `torch`, the library's, which breaks ties as it likes.
         batches, beams, contexts: sizes that graphs are captured for, ascending; empty: chosen from the limits.
         memory_share: part of the device's memory that weights and workspaces may fill.
@@ -35,6 +37,7 @@ class HopperOptions:
     fused: bool = True
     tune: bool = True
     frozen_dispatch: bool = False
+    batch_invariant: bool = False
     top_k: str = "radix"
     batches: tuple[int, ...] = ()
     beams: tuple[int, ...] = ()
@@ -47,9 +50,11 @@ class HopperOptions:
             raise EngineError(f"context_precision {self.context_precision!r}: expected one of {CONTEXT_PRECISIONS}")
         if self.top_k not in TOP_K:
             raise EngineError(f"top_k {self.top_k!r}: expected one of {TOP_K}")
-        for name in ("graphs", "fused", "tune", "frozen_dispatch"):
+        for name in ("graphs", "fused", "tune", "frozen_dispatch", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"{name} {getattr(self, name)!r}: expected True or False")
+        if self.batch_invariant and self.frozen_dispatch:
+            raise EngineError("batch_invariant reads no dispatch table: expected frozen_dispatch False beside it")
         for name in ("batches", "beams", "contexts"):
             sizes = getattr(self, name)
             # True and 2.0 equal sizes, but are none.

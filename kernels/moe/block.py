@@ -10,7 +10,7 @@ from .cuda import warp_specialized_takes
 from .experts import expert_linear, gate_up_swiglu
 from .libraries import deep_gemm_takes, with_groups
 from .reference import ExpertWeights
-from .routing import Router, route_and_sort
+from .routing import Router, RouterTiling, route, route_and_sort, sort_rows
 
 
 def expert_outputs(
@@ -21,6 +21,7 @@ def expert_outputs(
     weights: ExpertWeights,
     top_k: int,
     configuration: Configuration | None = None,
+    router_tiling: RouterTiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `combine` or `combine_norm_quantize` adds up: (expert outputs, positions, slot weights).
 
@@ -28,7 +29,7 @@ def expert_outputs(
         x, scale: normed tokens as the weights' recipe takes them, see `gate_up_swiglu`.
         logits: contiguous float32 or bfloat16 [tokens, routed experts], or the router that makes them. The weights'
             further experts are shared ones, computed for every token in the same launches.
-        configuration: fixes the implementations, which otherwise follow from the number of tokens.
+        configuration, router_tiling: fix the implementations, which otherwise follow from the number of tokens.
     """
     experts = weights.gate_up.shape[0]
     shared_experts = experts - len(selection_bias)
@@ -42,7 +43,11 @@ def expert_outputs(
             warp_specialized=all(warp_specialized_takes(weight, weight_scale) for weight_scale, weight in pairs),
         )
     block_m = configuration.gate_up.block_m
-    slot_weights, rows = route_and_sort(logits, selection_bias, top_k, shared_experts, block_m)
+    if router_tiling is None:
+        slot_weights, rows = route_and_sort(logits, selection_bias, top_k, shared_experts, block_m)
+    else:
+        routing = route(logits, selection_bias, top_k, shared_experts, router_tiling)
+        slot_weights, rows = routing.weights, sort_rows(routing, experts, block_m)
     if configuration.library is not None:
         rows = with_groups(rows, experts, configuration.library)
     hidden, hidden_scale = gate_up_swiglu(

@@ -163,6 +163,31 @@ def test_fewer_requests_than_the_bucket_and_two_batches_in_flight(pair: Pair) ->
         )
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_batch_invariant_answers_are_the_same_bits_in_any_company(precision: str) -> None:
+    options = HopperOptions(
+        graphs=DEVICE == "cuda", batch_invariant=True, batches=(1, 2, 3), beams=(3, 6), contexts=(5, 9)
+    )
+    context = "fp8" if precision == "fp8" else "bf16"
+    pair = make_pair(RECENCY, precision, dataclasses.replace(options, context_precision=context))
+    requests = [
+        make_request(pair.catalog, 5, 6, 50),
+        make_request(pair.catalog, 9, 3, 51, excluded=40),
+        make_request(pair.catalog, 0, 2, 52),
+    ]
+    together = recommend(pair.decoder, *requests)
+    check_rows(together, pair.reference.recommend(RequestBatch(tuple(requests))), TOLERANCE[precision])
+    reversed_ = recommend(pair.decoder, *requests[::-1])
+    for row, request in enumerate(requests):
+        count = together.counts[row]
+        # Alone, a request takes the smallest bucket of batch, beams and context that holds it.
+        alone = recommend(pair.decoder, request)
+        for other, place in ((alone, 0), (reversed_, len(requests) - 1 - row)):
+            assert other.counts[place] == count
+            np.testing.assert_array_equal(other.leaves[place, :count], together.leaves[row, :count])
+            np.testing.assert_array_equal(other.scores[place, :count], together.scores[row, :count])
+
+
 def test_an_empty_allowed_set_gives_nothing_and_disturbs_nobody(pair: Pair) -> None:
     nothing = make_request(pair.catalog, 4, 6, 20, excluded=70)
     other = make_request(pair.catalog, 6, 6, 21)
