@@ -53,8 +53,6 @@ class HopperOptions:
         for name in ("graphs", "fused", "tune", "frozen_dispatch", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineError(f"{name} {getattr(self, name)!r}: expected True or False")
-        if self.batch_invariant and self.frozen_dispatch:
-            raise EngineError("batch_invariant reads no dispatch table: expected frozen_dispatch False beside it")
         for name in ("batches", "beams", "contexts"):
             sizes = getattr(self, name)
             # True and 2.0 equal sizes, but are none.
