@@ -136,6 +136,9 @@ class ServerConfig:
     max_queue: int = setting(
         Integer(1, 1 << 20), "most requests that wait; beyond that the answer is 429", "limits", 1024
     )
+    max_connections: int = setting(
+        Integer(1, 1 << 20), "most open connections; beyond that new ones are closed at once", "limits", 8192
+    )
     max_body_bytes: int = setting(
         Integer(1, 1 << 30), "largest request body; beyond that the answer is 413", "limits", 4 << 20
     )

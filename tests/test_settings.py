@@ -29,7 +29,8 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
     values = {
         "bundle": str(tmp_path), "engine": "reference", "device": "cuda:1", "cpu_threads": "3", "model_name": "m",
         "max_beam_width": "64", "max_context": "100", "host": "::1", "port": "1", "max_batch": "2",
-        "max_delay_ms": "1.5", "beam_width": "15", "max_queue": "4", "max_body_bytes": "5", "max_batch_requests": "6",
+        "max_delay_ms": "1.5", "beam_width": "15", "max_connections": "17",
+        "max_queue": "4", "max_body_bytes": "5", "max_batch_requests": "6",
         "default_timeout_ms": "7.5", "body_timeout_s": "8", "allow_catalog_updates": "true", "max_catalog_bytes": "9",
         "engine_start_timeout_s": "10", "engine_batch_timeout_s": "11", "engine_restarts": "12",
         "hopper_context_precision": "fp8", "hopper_batches": "1,8", "hopper_beams": "128, 512", "hopper_contexts": "9",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from loka_serve.server.problems import (
     BODY_TIMEOUT,
     CANCELLED,
+    QUEUE_FULL,
     TOO_LARGE,
     UNSUPPORTED_ENCODING,
     ProblemError,
@@ -25,6 +27,8 @@ Body = TypeVar("Body")
 # After a refusal the rest of the body is read and thrown away up to this much, so that a client that sends before it
 # reads gets the answer instead of a broken connection.
 DISCARD_BYTES = 1 << 20
+SMALL_BODY_BYTES = 64 << 10
+ROOM_RETRY_SECONDS = 1.0
 MOST_KEYS = 10_000  # of a mapping, to look through for the one to name
 
 
@@ -51,23 +55,41 @@ _PATH = re.compile(r"^(?P<message>.*?) - at `(?P<key>key in )?\$(?P<path>[^`]*)`
 _UNKNOWN = "Object contains unknown field `"  # NAME and a last backtick follow; no struct has another one inside
 
 
-async def read_body(request: Request, limit: int, timeout: float) -> bytes:
+@dataclass
+class ReadingRoom:
+    """Memory for bodies that are still arriving: those beyond `SMALL_BODY_BYTES` share it."""
+
+    most: int
+    taken: int = 0
+
+    def take(self, size: int) -> None:
+        """Raises ProblemError (429) if there is no room."""
+        if self.taken + size > self.most:
+            raise ProblemError(QUEUE_FULL, "too many large bodies are being read", retry_after=ROOM_RETRY_SECONDS)
+        self.taken += size
+
+
+async def read_body(request: Request, limit: int, timeout: float, room: ReadingRoom) -> bytes:
     """The whole body, counted while it streams.
 
     Raises:
-        ProblemError: 413 above `limit` bytes, 408 after `timeout` seconds, 415 if compressed, 499 if the client left.
+        ProblemError: 413 above `limit` bytes, 408 after `timeout` seconds, 415 if compressed, 429 if other bodies fill
+            the room, 499 if the client left.
     """
     check_encoding(request)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit and "expect" in request.headers:
         raise too_large(limit)  # the client waits for a word before it sends
     chunks: list[bytes] = []
-    size = 0
+    size = large = 0
     try:
         async with asyncio.timeout(timeout):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size <= limit:
+                    if size > SMALL_BODY_BYTES:
+                        room.take(len(chunk))
+                        large += len(chunk)
                     chunks.append(chunk)
                     continue
                 chunks.clear()
@@ -77,6 +99,8 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
         raise ProblemError(BODY_TIMEOUT, f"the body did not arrive within {timeout:g} s") from None
     except ClientDisconnect:
         raise ProblemError(CANCELLED, "the client went away while sending") from None
+    finally:
+        room.taken -= large
     if size > limit:
         raise too_large(limit)
     return b"".join(chunks)

@@ -7,7 +7,7 @@ A body that is read has bounds of its own in bodies.py.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -16,6 +16,11 @@ HEAD_SECONDS = 10.0  # for a head to arrive once its first byte has
 LARGEST_REST_BYTES = 1 << 20  # of a body that comes after its answer; beyond that the connection is closed
 REST_SECONDS = 10.0
 _TOO_LARGE = f"the request line and headers are larger than {LARGEST_HEAD_BYTES} bytes"
+
+
+def bounded_protocol(most_connections: int) -> type[BoundedHeadProtocol]:
+    """The protocol of a server that holds so many connections at most."""
+    return type("Protocol", (BoundedHeadProtocol,), {"most_connections": most_connections})
 
 
 class HeadTooLarge(Exception):
@@ -31,6 +36,7 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     open, so what is held of it may exceed the bound by one read.
     """
 
+    most_connections: ClassVar[int] = 1 << 20
     _head_open = False
     _head_bytes = 0
     _unfinished_bytes = 0
@@ -42,6 +48,9 @@ class BoundedHeadProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            transport.abort()
+            return
         # One that never says a word is closed like one that has fallen silent.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 

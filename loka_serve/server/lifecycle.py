@@ -16,7 +16,7 @@ import uvicorn
 from loka_serve.config import ServerConfig
 from loka_serve.errors import ConfigError
 from loka_serve.server.app import create_app
-from loka_serve.server.http_protocol import BoundedHeadProtocol
+from loka_serve.server.http_protocol import bounded_protocol
 from loka_serve.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class GracefulServer(uvicorn.Server):
             uvicorn.Config(
                 create_app(state),
                 loop="uvloop",
-                http=BoundedHeadProtocol,
+                http=bounded_protocol(state.config.max_connections),
                 ws="none",
                 lifespan="on",
                 access_log=False,

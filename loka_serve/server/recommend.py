@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.server.answers import recommend_answer
-from loka_serve.server.batcher import Ticket
-from loka_serve.server.bodies import decode_batch, decode_recommend, read_body
+from loka_serve.server.batcher import Batcher, Ticket
+from loka_serve.server.bodies import ReadingRoom, decode_batch, decode_recommend, read_body
 from loka_serve.server.encoding import json_response
 from loka_serve.server.middleware import RequestContext, context_of
 from loka_serve.server.problems import (
@@ -47,6 +47,8 @@ OUTCOMES = (
     *(kind.outcome for kind in (CANCELLED, DEADLINE, FAILED, INTERNAL, INVALID, QUEUE_FULL, TOO_LARGE, UNAVAILABLE)),
 )
 Decode = Callable[[bytes | msgspec.Raw], RecommendRequest]
+PLACE_SECONDS = 1.0  # that a body may take to arrive and keep its place in the queue; later it has to find a new one
+LEAST_ROOM_BYTES = 256 << 20
 LARGE_BODY_BYTES = 128 << 10  # beyond that a thread decodes, which lets the event loop in between
 DECODED_AT_ONCE = 8  # elements of a batch between two looks at other clients
 
@@ -64,6 +66,7 @@ class RecommendRoutes:
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
+        self._room = ReadingRoom(max(LEAST_ROOM_BYTES, state.config.max_body_bytes))
         for route in (RECOMMEND_PATH, BATCH_PATH):
             state.metrics.expect(route, OUTCOMES)
 
@@ -128,13 +131,10 @@ class RecommendRoutes:
 
     async def _read(self, request: Request) -> bytes:
         """The body; a place in the queue is held meanwhile, so that a full one refuses before anything is read."""
-        config, batcher = self.state.config, self.state.batcher
+        config = self.state.config
         self.state.require_not_draining()
-        batcher.reserve()
-        try:
-            return await read_body(request, config.max_body_bytes, config.body_timeout_s)
-        finally:
-            batcher.release()
+        with place_in_queue(self.state.batcher):
+            return await read_body(request, config.max_body_bytes, config.body_timeout_s, self._room)
 
     async def _submit(
         self, body: bytes | msgspec.Raw, context: RequestContext, decode: Decode = decode_recommend
@@ -212,6 +212,30 @@ class RecommendRoutes:
     def _count(self, route: str, outcome: str, context: RequestContext) -> None:
         self.state.metrics.requests.labels(route, outcome).inc()
         self.state.window.request(outcome, time.monotonic() - context.arrival)
+
+
+@contextlib.contextmanager
+def place_in_queue(batcher: Batcher) -> Iterator[None]:
+    """Hold a place, but not for long: clients that send slowly must not fill the queue for those who do not.
+
+    Raises:
+        ProblemError: 503 without an engine, 429 if the queue is full.
+    """
+    batcher.reserve()
+    is_held = True
+
+    def give_back() -> None:
+        nonlocal is_held
+        if is_held:
+            is_held = False
+            batcher.release()
+
+    timer = asyncio.get_running_loop().call_later(PLACE_SECONDS, give_back)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        give_back()
 
 
 def _decode_and_resolve(
