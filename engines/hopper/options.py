@@ -23,13 +23,13 @@ class HopperOptions:
         fused: quantize activations in the kernels that produce them; otherwise in kernels of their own.
         tune: measure at load which library runs each linear, unless that is on file; otherwise take defaults.
         frozen_dispatch: refuse to start, whatever `tune` says, where no table of this machine's versions is on file.
-        batch_invariant: choose kernels that give a request the same bits alone, in any batch and in any order; no
-            dispatch is measured or read.
         top_k: `radix`, our kernel, or `torch`, the library's, which breaks ties as it likes.
         batches, beams, contexts: sizes that graphs are captured for, ascending; empty: chosen from the limits.
         memory_share: part of the device's memory that weights and workspaces may fill.
         catalog_headroom: room for a larger catalog, as a multiple of the first one's nodes and of the most candidates
             that a request may have in it. A swap to one that fits keeps the graphs; a larger one captures them again.
+        batch_invariant: choose kernels that give a request the same bits alone, in any batch and in any order; no
+            dispatch is measured or read.
     """
 
     context_precision: str = "bf16"
@@ -37,13 +37,13 @@ class HopperOptions:
     fused: bool = True
     tune: bool = True
     frozen_dispatch: bool = False
-    batch_invariant: bool = False
     top_k: str = "radix"
     batches: tuple[int, ...] = ()
     beams: tuple[int, ...] = ()
     contexts: tuple[int, ...] = ()
     memory_share: float = 0.92
     catalog_headroom: float = 1.25
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.context_precision not in CONTEXT_PRECISIONS:
