@@ -49,7 +49,7 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
     assert (from_variables.device, from_variables.max_delay_ms, from_variables.max_batch) == ("cuda:1", 1.5, 2)
     assert from_variables.allow_catalog_updates is True
     assert from_variables.hopper_options == HopperOptions(
-        "fp8", True, True, True, True, "radix", (1, 8), (128, 512), (9,), 0.5, 2.0
+        "fp8", True, True, True, True, "radix", (1, 8), (128, 512), (9,), 0.5, 2.0, True
     )
     assert from_variables.drift_options == DriftOptions(15, 16, 0.5, 1.5)
     assert read(*flags, LOKA_MAX_BATCH="99", LOKA_LOG_LEVEL="error") == from_variables
