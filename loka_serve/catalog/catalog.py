@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,6 +98,10 @@ class Catalog:
     def index_of(self, item_id: str) -> int | None:
         """The index of an item, or None if the catalog does not have it."""
         return self._index_of.get(item_id)
+
+    def indices_of(self, item_ids: Sequence[str]) -> NDArray[np.int64]:
+        """The index of each of many items, int64 [len(item_ids)], -1 for those that the catalog does not have."""
+        return np.fromiter(map(self._index_of.get, item_ids, itertools.repeat(-1)), np.int64, len(item_ids))
 
     def semantic_id(self, index: int) -> tuple[int, ...]:
         """The codes of one item."""

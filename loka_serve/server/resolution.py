@@ -113,10 +113,8 @@ def _widths(request: RecommendRequest, model: ServedModel) -> tuple[int, int]:
 
 
 def _known_items(item_ids: Sequence[str], catalog: Catalog) -> NDArray[np.int64]:
-    """The indices of these items, without those that the catalog does not have; each name is looked up once."""
-    found = {item_id: catalog.index_of(item_id) for item_id in set(item_ids)}
-    known = {item_id: -1 if index is None else index for item_id, index in found.items()}
-    indices = np.fromiter(map(known.__getitem__, item_ids), np.int64, len(item_ids))
+    """The indices of these items, without those that the catalog does not have."""
+    indices = catalog.indices_of(item_ids)
     return indices[indices >= 0]
 
 

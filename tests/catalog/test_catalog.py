@@ -24,6 +24,8 @@ def test_look_ups(groceries: Catalog) -> None:
     assert groceries.popularity.tolist() == [9, 7, 3, 4, 1, 5, 0]
     assert groceries.index_of("bread") == 3
     assert groceries.index_of("caviar") is None
+    assert groceries.indices_of(["bread", "caviar", "bread"]).tolist() == [3, -1, 3]
+    assert groceries.indices_of([]).tolist() == []
     assert groceries.semantic_id(3) == (0, 3, 1)
     assert groceries.semantic_ids([6, 0]).tolist() == [[2, 0, 1], [0, 1, 0]]
     assert groceries.semantic_ids([]).shape == (0, 3)
