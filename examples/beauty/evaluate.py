@@ -75,7 +75,7 @@ def rank_targets(
     exclude_history: bool,
 ) -> NDArray[np.int64]:
     """Rank from 0 of each user's held-out item among the ten best, MISSED where it is not there; int64 [users]."""
-    index_of = np.array([catalog.index_of(str(item)) for item in sequences.item_ids])
+    index_of = catalog.indices_of([str(item) for item in sequences.item_ids])
     ranks = []
     for first in range(0, len(users), engine.limits.batch):
         some = users[first : first + engine.limits.batch]

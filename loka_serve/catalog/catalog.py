@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from loka_serve.catalog.attributes import AttributeColumn, Scalar
 from loka_serve.catalog.filters import CatalogFilter, build_filter
+from loka_serve.catalog.item_index import ItemIndex
 from loka_serve.catalog.table import ItemTable, ItemTableBuilder
 from loka_serve.catalog.trie import Trie, compile_trie
 from loka_serve.catalog.version import content_version
@@ -92,16 +92,17 @@ class Catalog:
         return self.trie.codebook_sizes
 
     @cached_property
-    def _index_of(self) -> dict[str, int]:
-        return {item_id: index for index, item_id in enumerate(self.item_ids)}
+    def _item_index(self) -> ItemIndex:
+        return ItemIndex(self.item_ids)
 
     def index_of(self, item_id: str) -> int | None:
-        """The index of an item, or None if the catalog does not have it."""
-        return self._index_of.get(item_id)
+        """The index of an item, or None if the catalog does not have it; for many items see `indices_of`."""
+        index = int(self.indices_of([item_id])[0])
+        return None if index < 0 else index
 
     def indices_of(self, item_ids: Sequence[str]) -> NDArray[np.int64]:
         """The index of each of many items, int64 [len(item_ids)], -1 for those that the catalog does not have."""
-        return np.fromiter(map(self._index_of.get, item_ids, itertools.repeat(-1)), np.int64, len(item_ids))
+        return self._item_index.find(item_ids)
 
     def semantic_id(self, index: int) -> tuple[int, ...]:
         """The codes of one item."""

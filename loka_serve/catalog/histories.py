@@ -70,7 +70,7 @@ def _checked(path: Path, histories: Iterator[History], catalog: Catalog | None) 
     for history in histories:
         count += 1
         if catalog is not None and not any_known:
-            any_known = any(catalog.index_of(item) is not None for item in (*history.items, *history.target))
+            any_known = bool((catalog.indices_of([*history.items, *history.target]) >= 0).any())
             if not any_known and count == MISMATCH_AFTER:
                 break
         yield history

@@ -45,17 +45,15 @@ def sample_histories(
 
 def to_request(history: History, catalog: Catalog, config: OneRecV2Config, beam_width: int) -> EngineRequest:
     """What the server would ask the engine for this user: known items only, the newest `max_context` of them."""
-    known = [index for item in history.items if (index := catalog.index_of(item)) is not None]
-    codes = catalog.semantic_ids(known[-config.max_context :]) if known else np.empty((0, config.levels), np.int32)
+    indices = catalog.indices_of(history.items)
+    codes = catalog.semantic_ids(indices[indices >= 0][-config.max_context :])
     features = [feature.index_of(history.features.get(feature.name, "")) for feature in config.features]
     return EngineRequest(codes.astype(np.int32), np.array(features, np.int32), beam_width)
 
 
 def known_targets(histories: Sequence[History], catalog: Catalog) -> list[set[int]]:
     """Item indices of each history's target; empty where the file has none or the catalog does not know them."""
-    return [
-        {index for item in history.target if (index := catalog.index_of(item)) is not None} for history in histories
-    ]
+    return [set(catalog.indices_of(history.target).tolist()) - {-1} for history in histories]
 
 
 def _sample(histories: Iterable[History], size: int, seed: int) -> list[tuple[int, History]]:
