@@ -152,10 +152,10 @@ def main() -> None:
         raise LokaError("expected --bundle with --histories, or --preset, or all of them")
     if not torch.cuda.is_available():
         raise LokaError("the hopper engine runs on a CUDA device, and none is here")
-    device = torch.device("cuda", torch.cuda.current_device())
     common = HopperOptions(context_precision=arguments.context_precision, tune=arguments.tune)
     options = replace(common, batches=tuple(sorted({1, arguments.batch})))
     bundles = {path: Bundle.load(path) for path in arguments.bundle}  # all of them before the first is measured
+    device = torch.device("cuda", torch.cuda.current_device())
     result = ResultFile(arguments.out, {"environment": describe_environment(arguments.commit), "top_k": TOP_K})
     for path, bundle in bundles.items():
         subject = of_bundle(bundle, arguments.histories, device, arguments.rows, arguments.batch, arguments.beam)

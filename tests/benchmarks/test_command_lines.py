@@ -14,6 +14,7 @@ REQUIRED = {
     "kernels": [],
     "ablation": [],
     "dispatch": [],
+    "serving": [],
     "agreement": ["--bundle", "bundle", "--histories", __file__],
 }
 
