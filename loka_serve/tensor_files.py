@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -127,6 +128,27 @@ def read_tensor_file(path: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensor
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes are: `bytes` of them from `offset` of `file`, row-major and little-endian."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+def tensor_places(path: Path) -> dict[str, TensorPlace]:
+    """Where each tensor of a safetensors file is, in file order. Raises BundleError as `read_tensor_file`."""
+    try:
+        with path.open("rb") as file:
+            entries = _read_header(path, file, path.stat().st_size)
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+    return {name: TensorPlace(path, dtype, shape, start, end - start) for name, dtype, shape, start, end in entries}
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

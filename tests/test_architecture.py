@@ -23,7 +23,7 @@ ALLOWED = {
     "probe": {"errors", "kernels", "models", "catalog", "decoding", "quantization", "engines"},
     "drift": {"errors", "models", "catalog", "quantization", "probe", "engines"},
     "mods": {"errors", "models", "quantization", "probe"},
-    "engines": {"errors", "kernels", "models", "catalog", "decoding", "quantization", "bundle"},
+    "engines": {"errors", "kernels", "models", "catalog", "decoding", "quantization", "bundle", "tensor_files"},
 }
 
 
