@@ -56,6 +56,7 @@ def create_app(state: ServerState) -> FastAPI:
 
     app = FastAPI(
         title="loka-serve", version=__version__, description=DESCRIPTION, lifespan=lifespan, redoc_url=None,
+        docs_url=None, openapi_url=None,
         default_response_class=Response,
     )  # fmt: skip
     app.add_exception_handler(ProblemError, _answer_problem)

@@ -15,6 +15,7 @@ LARGEST_HEAD_BYTES = 32 << 10
 HEAD_SECONDS = 10.0  # for a head to arrive once its first byte has
 LARGEST_REST_BYTES = 1 << 20  # of a body that comes after its answer; beyond that the connection is closed
 REST_SECONDS = 10.0
+LONGEST_PIPELINE = 64  # requests that wait for the answer to one before them on their connection
 _TOO_LARGE = f"the request line and headers are larger than {LARGEST_HEAD_BYTES} bytes"
 
 
@@ -25,6 +26,10 @@ def bounded_protocol(most_connections: int) -> type[BoundedHeadProtocol]:
 
 class HeadTooLarge(Exception):
     """Raised in a callback of the parser, which stops and reports it as an error of the request."""
+
+
+class PipelineTooLong(Exception):
+    """Raised in a callback of the parser, too: each request that waits takes a hundred times its bytes."""
 
 
 class BoundedHeadProtocol(HttpToolsProtocol):
@@ -85,6 +90,8 @@ class BoundedHeadProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= LONGEST_PIPELINE:
+            raise PipelineTooLong
         self._head_open = False
         self._body_open = True
         self._stop_timer()

@@ -6,12 +6,17 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.requests import Request
+from starlette.responses import Response
 
 from loka_serve.server import kserve_schemas, schemas
 from loka_serve.server.access import OPEN_PATHS
+from loka_serve.server.encoding import encode
 from loka_serve.server.problems import CONTENT_TYPE, FORBIDDEN, UNAUTHORIZED, Problem, ProblemKind
 from loka_serve.server.resolution import ServedModel
 
+DOCUMENT_PATH, VIEWER_PATH = "/openapi.json", "/docs"
 REFERENCES = "#/components/schemas/{name}"
 STRUCTS = (
     schemas.RecommendRequest,
@@ -69,6 +74,7 @@ def json_body(name: str, example: dict[str, Any]) -> dict[str, Any]:
 def install(app: FastAPI, model: ServedModel, max_batch_requests: int, with_keys: bool) -> None:
     """Add the schemas to the page that FastAPI makes of the routes, with this server's limits and keys in them."""
     generate = app.openapi
+    document: list[bytes] = []  # of 60 KiB, made once
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -79,7 +85,17 @@ def install(app: FastAPI, model: ServedModel, max_batch_requests: int, with_keys
             app.openapi_schema = page
         return app.openapi_schema
 
+    async def show(request: Request) -> Response:
+        if not document:
+            document.append(encode(openapi()))
+        return Response(document[0], media_type="application/json")
+
+    async def viewer(request: Request) -> Response:
+        return get_swagger_ui_html(openapi_url=DOCUMENT_PATH, title=app.title)
+
     app.openapi = openapi  # type: ignore[method-assign]
+    app.add_route(DOCUMENT_PATH, show, include_in_schema=False)
+    app.add_route(VIEWER_PATH, viewer, include_in_schema=False)
 
 
 def _add_keys(page: dict[str, Any]) -> None:

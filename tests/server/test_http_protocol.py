@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from loka_serve.server.http_protocol import LARGEST_HEAD_BYTES
+from loka_serve.server.http_protocol import LARGEST_HEAD_BYTES, LONGEST_PIPELINE
 from tests.server.processes import RunningServer
 
 START = b"GET /health/live HTTP/1.1\r\nHost: x\r\n"
@@ -69,6 +69,14 @@ def test_each_request_of_a_connection_is_counted_alone(scripted: RunningServer) 
     headers = b"X: %s\r\n" % (b"v" * 20_000)
     answer = exchange(scripted, START + headers + b"\r\n", START + headers + b"\r\n", START + headers + END)
     assert answer.count(b"HTTP/1.1 200 ") == 3
+
+
+def test_a_pipeline_is_answered_up_to_a_bound(scripted: RunningServer) -> None:
+    short = exchange(scripted, (START + b"\r\n") * LONGEST_PIPELINE + START + END)
+    assert short.count(b"HTTP/1.1 200 ") == LONGEST_PIPELINE + 1
+    long = exchange(scripted, (START + b"\r\n") * (LONGEST_PIPELINE + 100))
+    assert long.count(b"HTTP/1.1 200 ") <= LONGEST_PIPELINE
+    assert scripted.recommend(history=[]).status_code == 200
 
 
 def test_malformed_bytes_are_still_400(scripted: RunningServer) -> None:

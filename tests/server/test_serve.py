@@ -114,6 +114,40 @@ def test_the_api_process_has_not_loaded_torch_and_the_engine_has(server: Running
     assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
 
 
+def test_nothing_is_unpickled_from_a_bundle_to_an_answer(folder: Path) -> None:
+    """Python tells of each class that a pickle names; not one does."""
+    code = f"""
+import pickle, sys
+import torch, pyarrow.parquet
+from pathlib import Path
+from loka_serve.bundle import Bundle
+from loka_serve.catalog.catalog import Catalog
+from loka_serve.catalog.readers import read_catalog
+from loka_serve.engines import load_engine
+from loka_serve.server.engine_batches import ComputedBatch, finish, prepare
+from loka_serve.server.messages import Batch, WireRequest, decode_to_engine, encode
+
+seen = []
+sys.addaudithook(lambda event, given: seen.append(given) if event == "pickle.find_class" else None)
+pickle.loads(pickle.dumps(Path))
+assert len(seen) == 1, "the hook hears nothing"
+seen.clear()
+bundle = Bundle.load(Path({str(folder / "bundle")!r}))
+catalog = read_catalog(Path({str(folder / "items.jsonl")!r}), codebook_sizes=bundle.config.codebook_sizes)
+catalog.save(Path({str(folder / "again.safetensors")!r}))
+assert Catalog.load(Path({str(folder / "again.safetensors")!r})).version == catalog.version
+engine = load_engine(bundle, "reference", "cpu", bundle.limits)
+engine.warmup()
+request = WireRequest(b"", [0], 8, 5)
+batch = prepare(decode_to_engine(encode(Batch(1, bundle.catalog.version, [request]))), bundle.catalog)
+(result,) = finish(ComputedBatch(batch, [(engine.recommend(batch.requests), 0)])).results
+assert len(result.items) == 5 * 4, result
+assert not seen, seen
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_the_log_sums_up_while_there_is_something_to_say(server: RunningServer) -> None:
     for _ in range(3):
         server.recommend(history=[])
