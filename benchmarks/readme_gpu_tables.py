@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import markdown_table
+from benchmarks.markdown import markdown_table, number, ratio, source
+from benchmarks.readme_engine_tables import agreement_table, serving_table
 
 Row = dict[str, Any]
 Result = dict[str, Any]
@@ -38,15 +39,15 @@ def engine_table(result: Result) -> str:
         lines.append(
             [
                 str(batch),
-                _number(bf16.get("latency_ms_p50")),
-                f"{_number(median)} / {_number(fp8.get('latency_ms_p99'))}",
-                _number(fp8.get("req_per_s"), 0),
-                _number(constrained.get("latency_ms_p50")),
-                _number(constrained.get("req_per_s"), 0),
-                _ratio(bf16.get("latency_ms_p50"), median),
-                _ratio(median, fp8.get("floor_ms")),
-                " / ".join(_ratio(fp8.get(f"yardstick_{mode}_ms"), median) for mode in ("eager", "graph")),
-                _number(fp8.get("joules_per_request"), 2),
+                number(bf16.get("latency_ms_p50")),
+                f"{number(median)} / {number(fp8.get('latency_ms_p99'))}",
+                number(fp8.get("req_per_s"), 0),
+                number(constrained.get("latency_ms_p50")),
+                number(constrained.get("req_per_s"), 0),
+                ratio(bf16.get("latency_ms_p50"), median),
+                ratio(median, fp8.get("floor_ms")),
+                " / ".join(ratio(fp8.get(f"yardstick_{mode}_ms"), median) for mode in ("eager", "graph")),
+                number(fp8.get("joules_per_request"), 2),
             ]
         )
     header = [
@@ -62,7 +63,7 @@ def engine_table(result: Result) -> str:
         "J a request",
     ]
     tables = [markdown_table(header, lines)] if lines else []
-    return "\n\n".join([*tables, _best_throughput(rows), _source(result)])
+    return "\n\n".join([*tables, _best_throughput(rows), source(result)])
 
 
 def _best_throughput(rows: list[Row]) -> str:
@@ -87,17 +88,17 @@ def ablation_table(result: Result) -> str:
     lines = [
         [
             STEP_NAMES.get(row["step"], row["step"]),
-            _number(row["latency_ms_p50"]),
-            _number(row["req_per_s"], 0),
+            number(row["latency_ms_p50"]),
+            number(row["req_per_s"], 0),
             f"{row['gain_points']:+.0f}" if row["gain_points"] else "",
-            _number(row["paper_latency_ms"], 0),
-            _number(row["paper_req_per_s"], 0),
+            number(row["paper_latency_ms"], 0),
+            number(row["paper_req_per_s"], 0),
             f"{row['paper_gain_points']:+.0f}" if row["paper_gain_points"] else "",
         ]
         for row in result["rows"]
     ]
     header = ["", "ms", "req/s", "points", "paper: ms", "paper: req/s", "paper: points"]
-    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+    return f"{markdown_table(header, lines)}\n\n{source(result)}"
 
 
 def kernels_table(result: Result) -> str:
@@ -115,8 +116,8 @@ def kernels_table(result: Result) -> str:
                 op.replace("_", " "),
                 largest["shape"],
                 f"{largest['us']:.1f}",
-                _number(largest["tflops"] or None, 0),
-                _number(largest["gb_per_s"], 0),
+                number(largest["tflops"] or None, 0),
+                number(largest["gb_per_s"], 0),
                 f"{largest['baseline']}, {largest['baseline_us']:.1f} us",
                 f"{largest['ratio']:.2f}x",
                 f"{min(ratios):.2f}x to {max(ratios):.2f}x ({len(fastest)})",
@@ -132,7 +133,7 @@ def kernels_table(result: Result) -> str:
         "speedup",
         "at all shapes (how many)",
     ]
-    return f"{markdown_table(header, lines)}\n\n{_source(result)}"
+    return f"{markdown_table(header, lines)}\n\n{source(result)}"
 
 
 def top_k_table(result: Result) -> str:
@@ -146,7 +147,7 @@ def top_k_table(result: Result) -> str:
         [
             shape,
             f"{row['ours']:.1f}",
-            *(text for name in libraries for text in (_number(row.get(name), 0), _ratio(row.get(name), row["ours"]))),
+            *(text for name in libraries for text in (number(row.get(name), 0), ratio(row.get(name), row["ours"]))),
         ]
         for shape, row in times.items()
     ]
@@ -155,7 +156,7 @@ def top_k_table(result: Result) -> str:
         "us",
         *(text for name in libraries for text in (f"{name}, us", "speedup")),
     ]
-    return f"{markdown_table(header, lines)}\n\n{_source(result)}" if lines else ""
+    return f"{markdown_table(header, lines)}\n\n{source(result)}" if lines else ""
 
 
 def moe_table(result: Result) -> str:
@@ -167,8 +168,8 @@ def moe_table(result: Result) -> str:
         if recipe == "fp8_block":
             bf16 = blocks[f"{tokens}, bf16"]
             times = [f"{bf16['us']:.1f}", f"{bf16['tflops']:.0f}", f"{fp8['us']:.1f}", f"{fp8['tflops']:.0f}"]
-            eager = _ratio(bf16["baseline_us"], bf16["us"])
-            lines.append([tokens, *times, _ratio(bf16["us"], fp8["us"]), eager])
+            eager = ratio(bf16["baseline_us"], bf16["us"])
+            lines.append([tokens, *times, ratio(bf16["us"], fp8["us"]), eager])
     header = [
         "MoE block",
         "BF16, us",
@@ -178,7 +179,7 @@ def moe_table(result: Result) -> str:
         "FP8 over BF16",
         "BF16 over torch's grouped GEMM",
     ]
-    return f"{markdown_table(header, lines)}\n\n{_source(result)}" if lines else ""
+    return f"{markdown_table(header, lines)}\n\n{source(result)}" if lines else ""
 
 
 def attention_table(result: Result) -> str:
@@ -193,7 +194,7 @@ def attention_table(result: Result) -> str:
         ours = [text for one in pair for text in (f"{one['us']:.1f}", f"{one['tflops']:.0f}")]
         lines.append([shape, *ours, f"{pair[0]['baseline']}, {pair[0]['baseline_us']:.1f}"])
     header = ["beam attention, 11 heads of 128", "BF16, us", "TFLOP/s", "FP8, us", "TFLOP/s", "fastest other, us"]
-    return f"{markdown_table(header, lines)}\n\n{_source(result)}" if lines else ""
+    return f"{markdown_table(header, lines)}\n\n{source(result)}" if lines else ""
 
 
 def _fastest_baselines(rows: list[Row]) -> Iterable[Row]:
@@ -206,30 +207,11 @@ def _fastest_baselines(rows: list[Row]) -> Iterable[Row]:
     return shapes.values()
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> str:
-    return f"{numerator / denominator:.2f}x" if numerator and denominator else ""
-
-
-def _source(result: Result) -> str:
-    """Where the figures come from."""
-    environment = result["environment"]
-    libraries = ", ".join(f"{name} {version}" for name, version in sorted(environment["libraries"].items()))
-    about = [f"{environment['gpu']}, driver {environment['driver']}, CUDA {environment['cuda']}, {libraries}"]
-    if ceilings := result.get("ceilings"):
-        about.append(
-            f"ceilings of the same run: BF16 {ceilings['bf16_tflops']:.0f} and FP8 {ceilings['fp8_tflops']:.0f}"
-            f" TFLOP/s, copy {ceilings['gb_per_s'] / 1e3:.2f} TB/s"
-        )
-    return f"{'; '.join(about)}. `{environment['command']}`"
-
-
 GPU_TABLES: dict[str, Callable[[Result], str]] = {
     "engine": engine_table,
     "ablation": ablation_table,
+    "agreement": agreement_table,
+    "serving": serving_table,
     "kernels": kernels_table,
 }
 """By the name of the marker and of the result file."""

@@ -136,7 +136,7 @@ def measure_all(arguments: Any, work: Path) -> None:
     requests = full_histories(bundle.catalog.item_count, config.max_context, num_items=20)
     result = ResultFile(arguments.out, {"environment": describe_environment(arguments.commit), "bound_ms": BOUND_MS})
     for batch in arguments.batch:
-        sizes = sorted({size for size in (1, 2, 4, 8, 12, 16, 24, 32) if size < batch} | {batch})
+        sizes = sorted({size for size in (*range(1, 9), 10, 12, 14, 16, 20, 24, 28) if size < batch} | {batch})
         alone = engine_rate(bundle, sizes, device, seconds=3.0)
         gc.collect()
         torch.cuda.empty_cache()

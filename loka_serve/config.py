@@ -88,7 +88,10 @@ class ServerConfig:
         HopperOptions.context_precision,
     )
     hopper_batches: tuple[int, ...] = setting(
-        Sizes(), "batch sizes to capture beside --max-batch; auto doubles up to it", HOPPER, HopperOptions.batches
+        Sizes(),
+        "batch sizes to capture beside --max-batch; auto takes 2, 3, 4, 6, 8, 12, ...",
+        HOPPER,
+        HopperOptions.batches,
     )
     hopper_beams: tuple[int, ...] = setting(
         Sizes(),

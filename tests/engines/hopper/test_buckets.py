@@ -14,11 +14,12 @@ from loka_serve.errors import EngineError
 LIMITS = EngineLimits(batch=12, beam=300, context=3000, levels=3)
 
 
-def test_sizes_double_up_to_the_limits() -> None:
+def test_sizes_grow_up_to_the_limits() -> None:
     buckets = Buckets.of(LIMITS, HopperOptions())
-    assert buckets.batches == (1, 2, 4, 8, 12)
+    assert buckets.batches == (1, 2, 3, 4, 6, 8, 12)
     assert buckets.beams == (128, 256, 300)
     assert buckets.contexts == (512, 2048, 3000)
+    assert Buckets.of(EngineLimits(40, 16, 64, 3), HopperOptions()).batches == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40)
     assert Buckets.of(EngineLimits(1, 16, 64, 3), HopperOptions()) == Buckets((1,), (16,), (64,))
 
 
@@ -44,7 +45,7 @@ def test_every_size_within_the_limits_has_the_smallest_bucket_that_holds_it() ->
 def test_the_largest_comes_first() -> None:
     everything = Buckets.of(LIMITS, HopperOptions()).all()
     assert everything[0] == Bucket(12, 300, 3000)
-    assert len(everything) == len(set(everything)) == 5 * 3 * 3
+    assert len(everything) == len(set(everything)) == 7 * 3 * 3
 
 
 @pytest.mark.parametrize(
