@@ -33,9 +33,14 @@ class Access:
         """The key of a request; None where none is needed.
 
         Raises:
-            ProblemError: 401 without a known key, 403 without the scope for this path.
+            ProblemError: 401 without a known key, 403 without the scope for this path, or, where there are no keys, for
+                what a page of another origin has a browser send.
         """
-        if self.keys is None or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if self.keys is None:
+            if needs_admin(scope["method"], scope["path"]) and is_cross_origin(scope):
+                raise ProblemError(FORBIDDEN, "pages of another origin may not call this")
             return None
         presented = presented_key(scope)
         if presented is None:
@@ -56,6 +61,13 @@ def needs_admin(method: str, path: str) -> bool:
     if path.startswith(DEBUG_PREFIX):
         return True
     return path.startswith(CATALOG_PREFIX) and method not in READING_METHODS
+
+
+def is_cross_origin(scope: Scope) -> bool:
+    """Whether a browser says that the request comes from a page that this server has not sent."""
+    headers = dict(scope["headers"])
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2] != headers.get(b"host", b"")
 
 
 def presented_key(scope: Scope) -> str | None:

@@ -145,6 +145,20 @@ def test_each_route_is_open_or_asks_for_a_key_of_its_scope(state: ServerState) -
     assert needs_admin("DELETE", "/v1/catalog/anything") and not needs_admin("GET", "/v1/catalog")
 
 
+def test_without_keys_a_page_of_another_origin_cannot_change_the_catalog(scripted: RunningServer) -> None:
+    """A browser on the machine of a server on loopback would send it without asking."""
+
+    def status(origin: str) -> int:
+        return scripted.client.post("/v1/catalog/rollback", headers={"origin": origin}).status_code
+
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1", ""):
+        assert status(origin) == 403
+    assert status(scripted.url) == 409  # there is nothing to roll back to
+    assert scripted.client.post("/v1/catalog/rollback").status_code == 409
+    asked = scripted.client.post("/v1/recommend", json={"history": []}, headers={"origin": "http://evil.example"})
+    assert asked.status_code == 200
+
+
 def test_the_document_says_where_a_key_is_needed(state: ServerState) -> None:
     page = create_app(state).openapi()
     assert set(page["components"]["securitySchemes"]) == {"bearer", "header"}

@@ -39,8 +39,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    command = [*SERVE, "--bundle", str(folder / "bundle"), "--port", "0", "--summary-interval-s", "0.5"]
-    with running([*command, "--device", "cpu", "--max-delay-ms", "20"]) as server:
+    command = [
+        *SERVE,
+        "--bundle",
+        str(folder / "bundle"),
+        "--port",
+        "0",
+        "--summary-interval-s",
+        "0.5",
+        "--allow-debug",
+    ]
+    with running([*command, "--device", "cpu", "--max-delay-ms", "20", "--allow-debug"]) as server:
         yield server
 
 
@@ -101,6 +110,18 @@ def test_answers_equal_the_engine_s_own_whatever_shares_the_batch(
         assert answer["usage"]["unknown_items"] == sum(
             bundle.catalog.index_of(item) is None for item in histories[index].items
         )
+
+
+def test_the_stages_of_a_batch_are_shown_level_by_level(server: RunningServer) -> None:
+    server.recommend(history=["item1"], num_items=5, beam_width=12)
+    batch = server.client.get("/v1/debug/batches").json()["batches"][0]
+    stages = batch["stages_ms"]
+    levels = [f"{stage}.{level}" for level in range(3) for stage in ("decode", "selection")]
+    assert set(stages) == {"prepare", "context", "decode", "selection", "total", "expand", *levels}
+    assert batch["beam_widths"] == [12]
+    assert stages["total"] >= stages["context"] + sum(stages[level] for level in levels) > 0
+    text = server.client.get("/metrics").text
+    assert 'loka_engine_seconds_count{stage="decode"}' in text and "decode.0" not in text
 
 
 def test_the_same_request_gives_the_same_answer(server: RunningServer) -> None:
