@@ -85,7 +85,7 @@ class Envelope:
         try:
             key = self.state.access.check(scope)
             if key is not None:
-                scope[_SCOPE_KEY] = replace(context, key_name=key.name)
+                scope[_SCOPE_KEY] = context = replace(context, key_name=key.name)
             await self.app(scope, receive, send_with_headers)
         except ProblemError as refusal:  # of `check`: the application answers its own
             await problem_response(refusal, context.request_id, scope["path"])(scope, receive, send_with_headers)

@@ -66,6 +66,8 @@ class Tracing:
             },
         )
         if span.is_recording():
+            if context.key_name is not None:
+                span.set_attribute("loka.api_key_name", context.key_name)
             if status:  # none where the client went away
                 span.set_attribute("http.response.status_code", status)
             if status >= 500:

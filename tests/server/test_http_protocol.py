@@ -79,6 +79,33 @@ def test_a_pipeline_is_answered_up_to_a_bound(scripted: RunningServer) -> None:
     assert scripted.recommend(history=[]).status_code == 200
 
 
+POST = b"POST /v1/recommend HTTP/1.1\r\nHost: x\r\n"
+BODY = b'{"history":[]}'
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        POST + b"Content-Length: 14\r\nContent-Length: 15\r\n\r\n" + BODY,
+        POST + b"Content-Length: +14\r\n\r\n" + BODY,
+        POST + b"Content-Length : 14\r\n\r\n" + BODY,
+        POST + b"Content-Length: 99999999999999999999999\r\n\r\n" + BODY,
+        POST + b"Transfer-Encoding: xchunked\r\n\r\n" + BODY,
+        POST + b"X: a\r\n b\r\nContent-Length: 14\r\n\r\n" + BODY,
+        POST + b"X: a\0b\r\nContent-Length: 14\r\n\r\n" + BODY,
+        POST.replace(b"\r\n", b"\n") + b"Content-Length: 14\n\n" + BODY,
+    ],
+    ids=lambda given: repr(given[len(POST) :][:40]),
+)
+def test_what_a_proxy_may_read_otherwise_is_refused(scripted: RunningServer, request_bytes: bytes) -> None:
+    """One that saw two requests here could be made to hand a second one past its own rules."""
+    answer = exchange(scripted, request_bytes + START + END)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 def test_malformed_bytes_are_still_400(scripted: RunningServer) -> None:
     assert exchange(scripted, b"NONSENSE\x00 / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400 ")
     broken = b"POST /v1/recommend HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n"

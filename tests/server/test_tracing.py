@@ -22,6 +22,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from loka_serve.config import ServerConfig
 from loka_serve.server import state as state_module
+from loka_serve.server.api_keys import ApiKeys
 from loka_serve.server.app import create_app
 from loka_serve.server.messages import NAN, Batch, BatchResult, WireResult
 from loka_serve.server.state import ServerState, build_state, build_tracing
@@ -146,6 +147,19 @@ def test_probes_scanners_and_what_is_not_sampled_make_no_span(
     state.tracing = Tracing(provider)
     assert ask(state, json={"history": []}).status_code == 200
     assert exporter.get_finished_spans() == ()
+
+
+def test_the_key_s_name_is_told_and_the_key_is_not(
+    state: ServerState, exporter: InMemorySpanExporter, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("shop recommend shop-key-0123456789\n")
+    state.access.keys = ApiKeys(tmp_path / "keys")
+    assert ask(state, json={"history": []}, headers={"x-api-key": "shop-key-0123456789"}).status_code == 200
+    assert ask(state, json={"history": []}, headers={"x-api-key": "another-key-0123456789"}).status_code == 401
+    allowed, refused = [span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]
+    assert allowed.attributes and allowed.attributes["loka.api_key_name"] == "shop"
+    assert refused.attributes and "loka.api_key_name" not in refused.attributes
+    assert "-key-0123456789" not in str([dict(span.attributes or {}) for span in exporter.get_finished_spans()])
 
 
 def test_a_fault_in_tracing_costs_no_request(state: ServerState, caplog: pytest.LogCaptureFixture) -> None:
