@@ -49,6 +49,11 @@ class NvidiaProgram:
         if not context.execute_async_v3(stream):
             raise EngineError(f"segment {self.segment.name}, {rows} rows: {self.log.last_error('it did not start')}")
 
+    def describe(self) -> str:
+        """What the library's inspector says of the plan, as JSON."""
+        inspector = self.engine.create_engine_inspector()
+        return str(inspector.get_engine_information(self.api.LayerInformationFormat.JSON))
+
     def _new_context(self, rows: int, stream: int) -> Any:
         fitting = [index for index, profile in enumerate(self.profiles) if profile.least <= rows <= profile.most]
         if not fitting:
