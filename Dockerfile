@@ -15,7 +15,8 @@ FROM python:3.12-slim-bookworm AS cpu
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 LOKA_BUNDLE=/bundle LOKA_HOST=0.0.0.0 LOKA_PORT=8000
 RUN pip install --index-url https://download.pytorch.org/whl/cpu "torch>=2.11"
 COPY --from=wheel /wheels /wheels
-RUN pip install /wheels/*.whl && useradd --create-home --uid 10001 loka
+# hadolint ignore=DL3013
+RUN for wheel in /wheels/*.whl; do pip install "${wheel}[otel]"; done && useradd --create-home --uid 10001 loka
 USER 10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
@@ -35,7 +36,7 @@ RUN apt-get update \
  && pip install --index-url https://download.pytorch.org/whl/cu130 "torch>=2.11"
 COPY --from=wheel /wheels /wheels
 # hadolint ignore=DL3013
-RUN for wheel in /wheels/*.whl; do pip install "${wheel}[gpu]"; done && useradd --create-home --uid 10001 loka
+RUN for wheel in /wheels/*.whl; do pip install "${wheel}[gpu,otel]"; done && useradd --create-home --uid 10001 loka
 USER 10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM

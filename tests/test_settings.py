@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loka_serve.build_config import BuildConfig
 from loka_serve.config import ServerConfig
 from loka_serve.drift.options import DriftOptions
 from loka_serve.engines.hopper.options import HopperOptions
@@ -159,6 +160,16 @@ def test_a_bad_line_of_a_file_is_named(content: str, message: str, tmp_path: Pat
         read("--bundle", str(tmp_path), "--config", str(file))
     assert str(caught.value).startswith(f"{file}: {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_the_build_reads_its_own_file(tmp_path: Path) -> None:
+    file = tmp_path / "build.toml"
+    file.write_text("".join(f'{name} = "{tmp_path}"\n' for name in ("checkpoint", "catalog", "calibration", "out")))
+    config = BuildConfig.from_command_line(["--config", str(file), "--seed", "3"], {})
+    assert (config.checkpoint, config.seed) == (tmp_path, 3)
+    file.write_text("port = 1\n")
+    with pytest.raises(ConfigError, match="port: unknown setting"):
+        BuildConfig.from_command_line(["--config", str(file)], {})
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
