@@ -23,7 +23,7 @@ from loka_serve.server.kserve_schemas import (
     TensorInfo,
 )
 from loka_serve.server.problems import ProblemError, invalid
-from loka_serve.server.schemas import RecommendRequest
+from loka_serve.server.schemas import LONGEST_TIMEOUT_MS, RecommendRequest
 
 INTEGERS: dict[str, np.dtype[np.int32] | np.dtype[np.int64]] = {INT32: np.dtype("<i4"), INT64: np.dtype("<i8")}
 ITEM_TENSORS, CODE_TENSOR = ("history", "exclude"), "history_sids"
@@ -32,6 +32,7 @@ BINARY_OUTPUT = "binary_data_output"
 AS_THEY_ARE = ("num_items", "beam_width", "exclude_history", "timeout_ms", "user_id")
 AS_JSON = ("features", "filter")
 MICROSECONDS = "timeout"
+LONGEST_MICROSECONDS = 1000 * LONGEST_TIMEOUT_MS
 PARAMETERS = (*AS_THEY_ARE, *AS_JSON, MICROSECONDS, BINARY_OUTPUT)
 
 _request_decoder = msgspec.json.Decoder(InferRequest)
@@ -108,8 +109,10 @@ def _members_of(parameters: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         elif name in AS_JSON:
             members[name] = _object_of(name, value)
         elif name == MICROSECONDS:
-            if type(value) is not int or value < 0:
-                raise invalid("parameters.timeout", "expected microseconds as a whole number from 0")
+            if type(value) is not int or not 0 <= value <= LONGEST_MICROSECONDS:
+                raise invalid(
+                    "parameters.timeout", f"expected microseconds as a whole number from 0 to {LONGEST_MICROSECONDS}"
+                )
             if value:  # 0 is the server's default
                 members.setdefault("timeout_ms", max(1.0, value / 1000))
         elif name != BINARY_OUTPUT:

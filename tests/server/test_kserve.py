@@ -203,6 +203,8 @@ def decode(message: Any, behind: bytes = b"", size: str | None = None) -> Any:
         ({"inputs": [tensor()], "parameters": {"num_items": "3"}}, b"",
          "parameters.num_items: expected `int | null`, got `str`"),
         ({"inputs": [tensor()], "parameters": {"timeout": -1}}, b"", "parameters.timeout: expected microseconds"),
+        ({"inputs": [tensor()], "parameters": {"timeout": 10**400}}, b"",
+         "parameters.timeout: expected microseconds as a whole number from 0 to 600000000"),
         ({"inputs": [tensor()], "parameters": {"binary_data_output": 1}}, b"",
          "parameters.binary_data_output: expected true or false"),
         ({"inputs": [tensor()], "parameters": {"filter": 3}}, b"",
