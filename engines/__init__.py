@@ -1,4 +1,4 @@
-"""Engines that run a bundle: `reference` everywhere, `hopper` on one Hopper GPU."""
+"""Engines that run a bundle: `reference` everywhere, `hopper` on one Hopper GPU, `tensorrt` where its plans run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from loka_serve.engines.base import Engine, EngineLimits
     from loka_serve.engines.hopper.options import HopperOptions
 
-ENGINES = ("reference", "hopper")
+ENGINES = ("reference", "hopper", "tensorrt")
 
 
 def load_engine(
@@ -19,7 +19,7 @@ def load_engine(
 ) -> Engine:
     """Build the engine named `engine` from a bundle on `device` (`cpu`, `cuda`, `cuda:1`).
 
-    `hopper` is for that engine alone; None takes its defaults.
+    `hopper` is for the engines that run its kernels, `hopper` and `tensorrt`; None takes the defaults.
 
     Raises:
         EngineError: unknown engine or device, or limits that the model cannot reach.
@@ -39,4 +39,9 @@ def load_engine(
         from loka_serve.engines.hopper.engine import DEFAULT_OPTIONS, HopperEngine
 
         return HopperEngine(bundle, limits, device, hopper or DEFAULT_OPTIONS)
+    if engine == "tensorrt":
+        from loka_serve.engines.hopper.options import HopperOptions as Options
+        from loka_serve.engines.tensorrt.engine import load_tensorrt_engine
+
+        return load_tensorrt_engine(bundle, limits, device, hopper or Options())
     return ReferenceEngine(bundle.load_model(device), bundle.catalog, limits, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import signal
 import sys
 import time
@@ -20,7 +19,10 @@ from tqdm import tqdm
 
 import loka_serve
 from loka_serve.build_config import BuildConfig
+from loka_serve.build_engines import build_fastest, format_engines
 from loka_serve.build_probe import prefers_speed, probe_model
+from loka_serve.build_segments import SegmentBuild
+from loka_serve.build_summary import BuildOutcome, summarize
 from loka_serve.bundle import (
     CATALOG_FILE,
     CONFIG_FILE,
@@ -28,6 +30,7 @@ from loka_serve.bundle import (
     PLAN_FILE,
     PROBE_FILE,
     Bundle,
+    add_files,
     check_replaceable,
     publish,
     staging_directory,
@@ -42,12 +45,12 @@ from loka_serve.compare import compare_others, comparison, format_comparison, me
 from loka_serve.config import LEAST_BEAM_LIMIT, SERVED_BATCH
 from loka_serve.cores import default_threads
 from loka_serve.dispatch.table import keep_table, read_table
-from loka_serve.engines import ENGINES
-from loka_serve.engines.base import EngineLimits, EngineRequest
+from loka_serve.engines import ENGINES, load_engine
+from loka_serve.engines.base import Engine, EngineLimits, EngineRequest
 from loka_serve.engines.hopper.support import check_limits, check_model, check_plan
 from loka_serve.engines.reference import ReferenceEngine
 from loka_serve.errors import EngineError, LokaError
-from loka_serve.gate import GateResult, compare, recommend_items
+from loka_serve.gate import compare, recommend_items
 from loka_serve.models.checkpoint import load_checkpoint, load_config
 from loka_serve.models.config import OneRecV2Config
 from loka_serve.models.onerec_v2 import OneRecV2
@@ -56,31 +59,16 @@ from loka_serve.mods.report import ModReport
 from loka_serve.mods.run import rewrite_model
 from loka_serve.probe.collect import collect
 from loka_serve.probe.histories import known_targets, sample_histories, to_request
-from loka_serve.probe.report import SiteReport, format_bytes, format_table, weight_bytes_ratio
+from loka_serve.probe.report import SiteReport, format_table
 from loka_serve.probe.run import AUTO, quantize
 from loka_serve.quantization.methods import SiteMethod
 from loka_serve.quantization.plan import PrecisionPlan
 from loka_serve.quantization.recipes import RECIPES, State
 from loka_serve.report.advice import advice
-from loka_serve.report.files import COMPARISON_FILE, report_files
+from loka_serve.report.files import COMPARISON_FILE, ENGINES_FILE, report_files
 from loka_serve.tensor_files import TensorWriter
 
 EXIT_ERROR, EXIT_GATE, EXIT_INTERRUPTED = 2, 3, 130
-
-
-@dataclass(frozen=True)
-class BuildOutcome:
-    """What a build did. `path` is where the bundle is: beside the place asked for if the gate failed.
-
-    `comparison` is what `loka_serve.compare.comparison` gives, where one was asked for.
-    """
-
-    path: Path
-    sites: list[SiteReport]
-    mods: ModReport
-    gate: GateResult
-    comparison: dict[str, Any] | None
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -107,10 +95,13 @@ def build(config: BuildConfig) -> BuildOutcome:
     rejected = config.out.with_name(config.out.name + ".rejected")
     check_replaceable(config.out)
     check_replaceable(rejected)
-    if config.engine not in ENGINES:
-        raise EngineError(f"--engine {config.engine}: expected one of {', '.join(ENGINES)}")
+    if config.engine not in (*ENGINES, AUTO):
+        raise EngineError(f"--engine {config.engine}: expected one of {', '.join((*ENGINES, AUTO))}")
     torch.set_num_threads(config.cpu_threads or default_threads())
     device = _device(config.device)
+    if config.engine == AUTO:
+        return _build_for_fastest_engine(config, device, rejected)
+    segments = SegmentBuild.of(config, device) if config.engine == "tensorrt" else None
     speeds = None if config.dispatch is None else read_table(config.dispatch)
     inputs = _read_inputs(config)
     limits = EngineLimits(config.batch, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels)
@@ -158,11 +149,16 @@ def build(config: BuildConfig) -> BuildOutcome:
         gc.collect()
         _write_descriptions(stage, inputs, sites, mods)
         keep_table(stage, speeds)
+        if segments is not None:
+            segments.write(stage, inputs.model, PrecisionPlan({site.name: site.choice.recipe for site in sites}), bar)
         _complete(stage, config, inputs, mods, gate={"passed": None})
         bundle = Bundle.load(stage, verify=False)
-        quantized_engine = ReferenceEngine(
-            bundle.load_model(device, cache_weight=cache_weight), inputs.catalog, limits, device
-        )
+        quantized_engine: Engine
+        if segments is not None and segments.runs_here:
+            quantized_engine = load_engine(bundle, config.engine, str(device), limits)
+        else:
+            model = bundle.load_model(device, cache_weight=cache_weight)
+            quantized_engine = ReferenceEngine(model, inputs.catalog, limits, device)
         with bar("rank quantized", len(inputs.held_out)) as progress:
             quantized = recommend_items(quantized_engine, inputs.catalog, inputs.held_out, top_k, progress)
         gate = compare(quantized, bf16, inputs.targets, inputs.catalog, top_k, config.min_top_k_overlap)
@@ -175,6 +171,25 @@ def build(config: BuildConfig) -> BuildOutcome:
         destination = config.out if gate.passed else rejected
         publish(stage, destination)
     return BuildOutcome(destination, sites, mods, gate, compared, time.monotonic() - started)
+
+
+def _build_for_fastest_engine(config: BuildConfig, device: torch.device, rejected: Path) -> BuildOutcome:
+    inputs = _read_inputs(config)
+    limits = EngineLimits(config.batch, inputs.model.beam_width, inputs.model.max_context, inputs.model.levels)
+
+    def keep(outcome: BuildOutcome, engines: dict[str, Any]) -> BuildOutcome:
+        bundle = Bundle.load(outcome.path, verify=False)
+        write_json(outcome.path / ENGINES_FILE, engines)
+        record = (outcome.path / ENGINES_FILE).read_bytes()
+        add_files(
+            outcome.path,
+            {ENGINES_FILE: record, **report_files(outcome.path, bundle.model_name, bundle.engine)},
+        )
+        destination = config.out if outcome.gate.passed else rejected
+        publish(outcome.path, destination)
+        return replace(outcome, path=destination, engines=engines)
+
+    return build_fastest(config, limits, inputs.held_out, device, build, keep)
 
 
 def check_hopper(model: OneRecV2Config, limits: EngineLimits, recipe: str) -> None:
@@ -285,34 +300,6 @@ class _Bars:
             yield bar.update
 
 
-def summarize(outcome: BuildOutcome) -> str:
-    """One line: where the bundle is, what became of the weights, the gate's figures, time and memory."""
-    quantized = [site for site in outcome.sites if site.choice.recipe != "bf16"]
-    ratio = weight_bytes_ratio(outcome.sites)
-    before, after = sum(site.bf16_bytes for site in quantized), sum(site.weight_bytes for site in quantized)
-    weights = f", their weights {format_bytes(before)} -> {format_bytes(after)} ({ratio:.3f}x)" if quantized else ""
-    gate = outcome.gate
-    return (
-        f"{outcome.path}: {len(quantized)} of {len(outcome.sites)} sites quantized{weights}; "
-        f"gate {'passed' if gate.passed else 'FAILED'}: top-{gate.top_k} overlap with BF16 {gate.top_k_overlap:.3f} "
-        f"(at least {gate.min_top_k_overlap:g}), top-1 {gate.top_1_agreement:.3f} over {gate.rows} histories; "
-        f"{outcome.seconds:.1f} s, peak {format_bytes(peak_memory())}"
-    )
-
-
-def peak_memory() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    try:
-        # Unlike getrusage, this does not count what a parent process held when it started us.
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 built, 2 bad input, 3 the gate failed, 130 interrupted."""
     previous = signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the half-written bundle is removed
@@ -332,6 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line)
     if outcome.comparison is not None:
         print(format_comparison(outcome.comparison))
+    for line in [] if outcome.engines is None else format_engines(outcome.engines):
+        print(line)
     print(summarize(outcome))
     for warning in outcome.gate.warnings:
         print(f"warning: {warning}", file=sys.stderr)

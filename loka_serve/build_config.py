@@ -96,7 +96,18 @@ class BuildConfig:
     )
     seed: int = setting(Integer(0, 1 << 31), "seed of the rows that are picked", "precision", 0)
 
-    engine: str = setting(Text("NAME"), "the engine that the bundle is for", "how", "reference")
+    engine: str = setting(
+        Text("NAME"),
+        "the engine that the bundle is for; auto builds for all that run here and keeps the fastest that passes",
+        "how",
+        "reference",
+    )
+    trt_runtime: str = setting(
+        Choice(("auto", "tensorrt", "tensorrt-rtx", "onnxruntime", "torch")),
+        "what runs the tensorrt engine's segments; auto takes tensorrt on a GPU, onnxruntime on the CPU",
+        "how",
+        "auto",
+    )
     device: str = setting(
         Device(), "where to calibrate: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one", "how", "auto"
     )

@@ -11,6 +11,7 @@ from loka_serve.catalog.catalog import Catalog
 from loka_serve.config import SERVED_BATCH
 from loka_serve.dispatch.recipes import choose_with_speeds
 from loka_serve.engines.base import EngineLimits, EngineRequest
+from loka_serve.engines.tensorrt.support import preferred_recipes
 from loka_serve.gate import Ranking
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.models.onerec_v2 import OneRecV2
@@ -19,6 +20,7 @@ from loka_serve.probe.cost import CANDIDATES, model_costs
 from loka_serve.probe.report import SiteReport
 from loka_serve.probe.run import AUTO, ProbeOptions, probe, recipes_to_cost, with_costs
 
+TENSORRT = "tensorrt"
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 CACHE_BYTES = 64 << 20
 Bars = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
@@ -47,8 +49,11 @@ def probe_model(
         QuantizationError: names the site.
     """
     with bar("probe", len(model.sites())) as progress:
-        sites = probe(model, observed, config.recipe, ProbeOptions(config.probe_pairs, config.seed), progress)
-    if speeds is not None and config.recipe == AUTO:
+        candidates = preferred_recipes if config.engine == TENSORRT else None
+        options = ProbeOptions(config.probe_pairs, config.seed, candidates)
+        sites = probe(model, observed, config.recipe, options, progress)
+    # The table is of the hopper engine's kernels, and says nothing of segments.
+    if speeds is not None and config.recipe == AUTO and config.engine != TENSORRT:
         shape = model.config
         limits = EngineLimits(SERVED_BATCH, shape.beam_width, shape.max_context, shape.levels)
         sites = choose_with_speeds(sites, speeds, shape, limits)

@@ -276,7 +276,8 @@ MEASURE_PEAK = """
 import sys
 import torch
 torch.set_num_threads(1)
-from loka_serve.build import main, peak_memory
+from loka_serve.build import main
+from loka_serve.build_summary import peak_memory
 for arguments in (sys.argv[1].split("|"), sys.argv[2].split("|")):
     code = main(arguments)
     print("PEAK", code, peak_memory())
@@ -286,7 +287,7 @@ MEASURE_LOAD = """
 import sys
 import torch
 torch.set_num_threads(1)
-from loka_serve.build import peak_memory
+from loka_serve.build_summary import peak_memory
 from loka_serve.bundle import Bundle
 for path in sys.argv[1:]:
     model = Bundle.load(path).load_model()

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka_serve.engines.hopper.weights import Site, SparseFeedForward
-from loka_serve.kernels.batch_invariant import experts_configuration
+from loka_serve.engines.hopper.weights import DenseFeedForward, Site, SparseFeedForward
+from loka_serve.kernels.batch_invariant import ROUTER, experts_configuration
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.kernels.linear.implementations import linear
+from loka_serve.kernels.moe.block import expert_outputs
 from loka_serve.kernels.moe.combine import combine, combine_norm_quantize
 from loka_serve.kernels.moe.configurations import Configuration
+from loka_serve.kernels.moe.routing import Router
 from loka_serve.kernels.norm_quantize.triton import residual_norm, residual_norm_both, residual_norm_quantize
 from loka_serve.kernels.quantize.triton import BLOCK_SCALES, NO_SCALES, ROW_SCALES, quantize_activation
 from loka_serve.kernels.swiglu_quantize.triton import swiglu, swiglu_quantize
@@ -90,6 +92,31 @@ class Producers:
             return self.quantized(swiglu(gate_up, activation=self.activation), {recipe})
         return Activation({recipe: swiglu_quantize(gate_up, recipe == "fp8_block", activation=self.activation)})
 
+    def dense(self, weights: DenseFeedForward, normed: Activation) -> Tensor:
+        """A dense feed-forward: bfloat16 [M, d_model]."""
+        gate_up = self.project(normed, weights.gate_up)
+        return self.project(self.swiglu(gate_up, weights.down.recipe), weights.down)
+
+    def experts(
+        self, weights: SparseFeedForward, normed: Activation
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """What `combine` adds up: outputs of the experts with positions and weights, and the shared expert's, if apart.
+
+        Args:
+            normed: in the forms of `input_recipes`.
+        """
+        logits: Tensor | Router
+        if weights.router.recipe == "bf16":
+            logits = Router(normed.of("bf16")[0], weights.router.weight)
+        else:
+            logits = self.project(normed, weights.router, torch.float32)
+        rows, scale = normed.of(weights.recipe)
+        measured, tiling = self.configure_experts(weights, len(rows)), ROUTER if self.batch_invariant else None
+        outputs = expert_outputs(
+            rows, scale, logits, weights.selection_bias, weights.experts, weights.top_k, measured, tiling
+        )
+        return outputs, None if weights.shared is None else self.dense(weights.shared, normed)
+
     def combine_norm(
         self,
         experts: tuple[Tensor, Tensor, Tensor],
@@ -107,3 +134,11 @@ class Producers:
             outputs, positions, weights, gain, self.eps, SCALES[recipe], shared, residual
         )
         return total, Activation({recipe: (normed, None if recipe == "bf16" else scale)})
+
+
+def input_recipes(feed_forward: DenseFeedForward | SparseFeedForward) -> set[str]:
+    """Forms of its input that a feed-forward takes."""
+    if isinstance(feed_forward, DenseFeedForward):
+        return {feed_forward.gate_up.recipe}
+    recipes = {feed_forward.router.recipe, feed_forward.recipe}
+    return recipes if feed_forward.shared is None else recipes | {feed_forward.shared.gate_up.recipe}

@@ -1,238 +1,62 @@
-"""A whole batch on the device: context, every level's decode step and selection, launched without waiting once.
-
-`HopperDecoder` owns everything at fixed addresses and one stream. A batch is submitted and collected; one may be
-submitted while another computes, so that the host's share of the work hides behind the device's.
-"""
+"""The hopper engine's batches: context, every level's decode step and selection, launched without waiting once."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from loka_serve.catalog.trie import Trie
-from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch, check_batch
+from loka_serve.engines.base import EngineLimits
+from loka_serve.engines.hopper.batches import BatchDecoder
 from loka_serve.engines.hopper.buckets import Bucket, Buckets
-from loka_serve.engines.hopper.buffers import CatalogBuffers, CatalogRoom, Inputs, Outputs
+from loka_serve.engines.hopper.buffers import Inputs
 from loka_serve.engines.hopper.forward import Forward
-from loka_serve.engines.hopper.memory import MemoryReport, workspace_bytes
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.engines.hopper.selection import select
-from loka_serve.engines.hopper.support import check_limits
 from loka_serve.engines.hopper.trace import LevelTrace
 from loka_serve.engines.hopper.weights import HopperWeights
-from loka_serve.errors import EngineError
 from loka_serve.kernels.batch_invariant import BatchInvariantDispatch
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.kernels.level_head.reference import AdvancedBeams
 from loka_serve.kernels.self_attention.triton import extend_ancestors
 
-IN_FLIGHT = 2
+DEFAULT_OPTIONS = HopperOptions()
 
 
-@dataclass
-class Ticket:
-    """A submitted batch: where its results arrive, and when."""
-
-    requests: int
-    bucket: Bucket
-    slot: int
-    started: float
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
-
-
-@dataclass
-class _Slot:
-    """The host's end of one batch in flight."""
-
-    inputs: Tensor
-    outputs: Outputs
-    busy: bool = False
-
-
-@dataclass
-class HopperDecoder:
+class HopperDecoder(BatchDecoder):
     """Runs batches of requests; see `HopperEngine` for the `Engine` that it serves.
 
-    Args:
-        weights: from `pack_weights`, on `device`.
-        trie: SIDs that exist; None decodes without constraint, where a leaf is only its last code (for benchmarks).
-        dispatch: which library runs which linear; None takes defaults.
-        device: a CUDA device of compute capability 9.0; `cpu` serves tests, through Triton's interpreter.
-
-    Raises:
-        EngineError: limits that the kernels or the device's memory cannot hold.
+    The device is a CUDA device of compute capability 9.0; `cpu` serves tests, through Triton's interpreter.
     """
 
-    weights: HopperWeights
-    trie: Trie | None
-    limits: EngineLimits
-    device: torch.device
-    options: HopperOptions = HopperOptions()
-    dispatch: Dispatch | None = None
-    _traced: list[LevelTrace] | None = None
+    def __init__(
+        self,
+        weights: HopperWeights,
+        trie: Trie | None,
+        limits: EngineLimits,
+        device: torch.device,
+        options: HopperOptions = DEFAULT_OPTIONS,
+        dispatch: Dispatch | None = None,
+    ) -> None:
+        """Make buffers for batches within `limits`.
 
-    def __post_init__(self) -> None:
-        config, limits = self.weights.config, self.limits
-        self.on_gpu = self.device.type == "cuda"
-        check_limits(config, limits)
-        self.buckets = Buckets.of(limits, self.options)
-        dispatch = self.dispatch or Dispatch.unmeasured(self.device)
-        if self.options.batch_invariant:
-            dispatch = BatchInvariantDispatch.unmeasured(self.device)
-        self.forward = Forward(self.weights, dispatch, self.options)
-        self.graphs: dict[Bucket, torch.cuda.CUDAGraph] = {}
-        self.warm: set[Bucket] = set()
-        self.memory = MemoryReport.of(self.device, self.weights.bytes)
-        self.memory.require(workspace_bytes(config, self._largest(), self.options), self._largest(), self.options)
-        with self._on_stream():
-            self._allocate()
-
-    def _largest(self) -> Bucket:
-        return Bucket(self.limits.batch, self.limits.beam, self.limits.context)
-
-    def _allocate(self) -> None:
-        config, largest = self.weights.config, self._largest()
-        numbers = Inputs.numbers(largest, config.levels, len(config.features))
-        self.inputs = torch.zeros(numbers, dtype=torch.int32, device=self.device)
-        self.outputs = Outputs.allocate(largest.batch, largest.beam, self.device)
-        self.slots = [
-            _Slot(
-                torch.zeros(numbers, dtype=torch.int32, pin_memory=self.on_gpu),
-                Outputs.allocate(largest.batch, largest.beam, "cpu", pinned=self.on_gpu),
-            )
-            for _ in range(IN_FLIGHT)
-        ]
-        self.memory.buffers = self.inputs.nbytes + self.outputs.bytes
-        self.catalog: CatalogBuffers | None = None
-        if self.trie is not None:
-            self._hold(self.trie, self._room_for(self.trie))
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Everything of this decoder happens in the order of its one stream."""
-        if not self.on_gpu:
-            yield
-            return
-        if not hasattr(self, "stream"):
-            self.stream = torch.cuda.Stream(self.device)
-            self.pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream), torch.inference_mode():
-            yield
-
-    # a batch
-
-    def submit(self, batch: RequestBatch) -> Ticket:
-        """Enqueue a batch. At most `IN_FLIGHT` are on their way at once.
+        Args:
+            weights: from `pack_weights`, on `device`.
+            dispatch: which library runs which linear; None takes defaults.
 
         Raises:
-            EngineError: a batch beyond the limits, or a third one on its way.
+            EngineError: limits that the kernels or the device's memory cannot hold.
         """
-        config = self.weights.config
-        check_batch(batch, self.limits, len(config.features), config.codebook_sizes)
-        slot = next((index for index, slot in enumerate(self.slots) if not slot.busy), None)
-        if slot is None:
-            raise EngineError(f"{IN_FLIGHT} batches are on their way: collect one before submitting another")
-        requests = batch.requests
-        bucket = self.buckets.choose(
-            len(requests),
-            max(request.beam_width for request in requests),
-            max(len(request.history) for request in requests),
-        )
-        started = time.perf_counter()
-        held = self.slots[slot]
-        numbers = Inputs.numbers(bucket, config.levels, len(config.features))
-        Inputs.view(held.inputs, bucket, config.levels, len(config.features)).fill(requests)
-        with self._on_stream():
-            events = self._events()
-            if events:
-                events[0].record()
-            self.inputs[:numbers].copy_(held.inputs[:numbers], non_blocking=True)
-            if self.catalog is not None:
-                self.catalog.send(requests, slot)
-            self._launch(bucket)
-            held.outputs.view(bucket).copy_from(self.outputs.view(bucket))
-            if events:
-                events[1].record()
-        held.busy = True
-        return Ticket(len(requests), bucket, slot, started, events)
+        self.weights = weights
+        dispatch = dispatch or Dispatch.unmeasured(device)
+        if options.batch_invariant:
+            dispatch = BatchInvariantDispatch.unmeasured(device)
+        self.forward = Forward(weights, dispatch, options)
+        buckets = Buckets.of(limits, options)
+        super().__init__(weights.config, weights.bytes, trie, limits, device, options, buckets)
 
-    def trace(self, batch: RequestBatch) -> list[LevelTrace]:
-        """Every level's logits of a batch, which runs kernel by kernel, outside of the graphs. For comparisons.
-
-        Raises EngineError while a batch is on its way, and as `submit`.
-        """
-        if any(slot.busy for slot in self.slots):
-            raise EngineError("a batch is on its way: collect it before tracing another")
-        graphs, self.graphs, self._traced = self.graphs, {}, []
-        try:
-            self.collect(self.submit(batch))
-            return self._traced
-        finally:
-            self.graphs, self._traced = graphs, None
-
-    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event] | None:
-        if not self.on_gpu:
-            return None
-        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def is_done(self, ticket: Ticket) -> bool:
-        """Whether `collect` would not wait. Raises RuntimeError where the device has failed."""
-        return ticket.events is None or ticket.events[1].query()
-
-    def collect(self, ticket: Ticket) -> BeamResult:
-        """Wait for a batch's results. Its place is free for another one then, whatever happens."""
-        slot = self.slots[ticket.slot]
-        timings = {}
-        try:
-            if ticket.events:
-                ticket.events[1].synchronize()
-                timings["device"] = ticket.events[0].elapsed_time(ticket.events[1]) / 1e3
-            timings["engine"] = time.perf_counter() - ticket.started
-            return slot.outputs.view(ticket.bucket).to_result(ticket.requests, timings)
-        finally:
-            slot.busy = False
-
-    # a bucket
-
-    def capture(self, bucket: Bucket) -> None:
-        """Run a bucket once kernel by kernel, which compiles what it needs, then record it as a graph."""
-        try:
-            with self._on_stream():
-                if bucket not in self.warm:
-                    self._clear_inputs(bucket)
-                    self._run(bucket)
-                    self.warm.add(bucket)
-                if self.on_gpu and self.options.graphs and bucket not in self.graphs:
-                    torch.cuda.synchronize(self.device)
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                        self._run(bucket)
-                    self.graphs[bucket] = graph
-        except torch.cuda.OutOfMemoryError as error:
-            raise EngineError(f"{bucket} does not fit the device's memory: {self.memory.describe()}") from error
-
-    def _clear_inputs(self, bucket: Bucket) -> None:
-        """One beam wide of the shortest history: valid whatever the catalog is."""
-        inputs = Inputs.view(self.inputs, bucket, self.weights.config.levels, len(self.weights.config.features))
-        for part in (inputs.history, inputs.lengths, inputs.features, inputs.filtered):
-            part.zero_()
-        inputs.beam_widths.fill_(bucket.beam)
-
-    def _launch(self, bucket: Bucket) -> None:
-        graph = self.graphs.get(bucket)
-        if graph is not None:
-            graph.replay()
-        else:
-            self._run(bucket)
-
-    def _run(self, bucket: Bucket) -> None:
-        config = self.weights.config
-        inputs = Inputs.view(self.inputs, bucket, config.levels, len(config.features))
+    def compute(self, bucket: Bucket, inputs: Inputs) -> AdvancedBeams:
+        config = self.config
         context = self.forward.context(inputs.history, inputs.lengths, inputs.features)
         cache = self.forward.new_cache(bucket.batch, bucket.beam)
         beam_counts = inputs.beam_widths.clamp(max=1)
@@ -264,52 +88,4 @@ class HopperDecoder:
             if not is_last:
                 ancestors = extend_ancestors(ancestors, beams.parents)
         assert beams is not None
-        self.outputs.view(bucket).copy_from(Outputs(beams.nodes, beams.scores, beams.counts, beams.failed))
-
-    # the catalog
-
-    def swap_trie(self, trie: Trie) -> None:
-        """Decode within another trie from the next batch on; graphs are captured anew only if it outgrows its room.
-
-        Raises:
-            EngineError: a batch is on its way, or the trie does not fit the memory; the one before stays.
-        """
-        if any(slot.busy for slot in self.slots):
-            raise EngineError("a batch is on its way: collect it before swapping the catalog")
-        assert self.catalog is not None
-        with self._on_stream():
-            if self.catalog.room.fits(trie):
-                self.catalog.load(trie)
-                self.trie = trie
-            else:
-                self._outgrow(trie)
-
-    def _outgrow(self, trie: Trie) -> None:
-        """Go over to a trie in new buffers with graphs of their own. Until all that is done the old ones are kept."""
-        assert self.trie is not None
-        room = self._room_for(self.trie, trie)  # of both, so that going back takes no more than a copy
-        self.memory.require_catalog(room.bytes(self.limits.batch), self.options)
-        before = self.trie, self.catalog, self.graphs, self.warm, self.memory.catalog
-        try:
-            self.graphs, self.warm = {}, set()
-            self._hold(trie, room)
-            for bucket in self.buckets.all():
-                if bucket in before[3]:
-                    self.capture(bucket)
-        except Exception as error:
-            self.trie, self.catalog, self.graphs, self.warm, self.memory.catalog = before
-            if self.on_gpu:
-                torch.cuda.synchronize(self.device)  # raises where the device is lost, not only this catalog
-            # Others' texts may name files; the log has them, as the cause.
-            reason = "out of memory" if isinstance(error, torch.cuda.OutOfMemoryError) else type(error).__name__
-            reason = str(error) if isinstance(error, EngineError) else reason
-            raise EngineError(f"catalog: does not go into larger buffers: {reason}") from error
-
-    def _hold(self, trie: Trie, room: CatalogRoom) -> None:
-        self.catalog = CatalogBuffers(trie, room, self.limits.batch, self.device, IN_FLIGHT)
-        self.trie, self.memory.catalog = trie, self.catalog.bytes
-
-    def _room_for(self, *tries: Trie) -> CatalogRoom:
-        return CatalogRoom.of(
-            tries, self.options.catalog_headroom, self.buckets.beams, self.weights.config.codebook_sizes
-        )
+        return beams

@@ -10,8 +10,9 @@ import torch
 from loka_serve.bundle import DISPATCH_FILE, Bundle
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import BeamResult, DispatchInfo, EngineLimits, RequestBatch
+from loka_serve.engines.hopper.batches import IN_FLIGHT, Ticket
 from loka_serve.engines.hopper.buckets import Buckets
-from loka_serve.engines.hopper.decoder import IN_FLIGHT, HopperDecoder, Ticket
+from loka_serve.engines.hopper.decoder import HopperDecoder
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.engines.hopper.support import check_catalog, check_device, check_limits, check_model, check_plan
 from loka_serve.engines.hopper.tuning import traced_dispatch_for

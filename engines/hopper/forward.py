@@ -10,17 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka_serve.engines.hopper.activations import Activation, Producers
+from loka_serve.engines.hopper.activations import Activation, Producers, input_recipes
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.engines.hopper.weights import DenseFeedForward, HopperWeights, LayerWeights, SparseFeedForward
-from loka_serve.kernels.batch_invariant import ATTENTION, ROUTER
+from loka_serve.kernels.batch_invariant import ATTENTION
 from loka_serve.kernels.beam_attention.reference import Fp8Context
 from loka_serve.kernels.beam_attention.triton import beam_attention, beam_attention_fp8
 from loka_serve.kernels.beam_attention.triton_context import quantize_context
 from loka_serve.kernels.dispatch import Dispatch
 from loka_serve.kernels.embed_context.triton import embed_context, embed_context_quantize, embed_static
-from loka_serve.kernels.moe.block import expert_outputs
-from loka_serve.kernels.moe.routing import Router
 from loka_serve.kernels.rotary.triton import rotate_keys, rotate_queries
 from loka_serve.kernels.self_attention.triton import self_attention, self_attention_quantize
 
@@ -55,7 +53,6 @@ class Forward:
     def __init__(self, weights: HopperWeights, dispatch: Dispatch, options: HopperOptions) -> None:
         self.weights, self.config, self.options = weights, weights.config, options
         self.attention = ATTENTION if options.batch_invariant else None
-        self.router_tiling = ROUTER if options.batch_invariant else None
         self.produce = Producers(
             dispatch, options.batch_invariant, weights.config.norm_eps, options.fused, weights.config.activation
         )
@@ -181,7 +178,7 @@ class Forward:
             self_attention(*arguments, out=out)
             attended = self.produce.quantized(out.view(rows, width), {recipe})
         output = self.produce.project(attended, layer.self_output)
-        return self.produce.norm(output, x, layer.feed_forward_gain, _input_recipes(layer.feed_forward))
+        return self.produce.norm(output, x, layer.feed_forward_gain, input_recipes(layer.feed_forward))
 
     def _feed_forward(
         self,
@@ -192,27 +189,6 @@ class Forward:
         next_recipe: str,
     ) -> tuple[Tensor, Activation]:
         if isinstance(weights, DenseFeedForward):
-            return self.produce.norm(self._dense(weights, normed), x, next_gain, {next_recipe})
-        logits: Tensor | Router
-        if weights.router.recipe == "bf16":
-            logits = Router(normed.of("bf16")[0], weights.router.weight)
-        else:
-            logits = self.produce.project(normed, weights.router, torch.float32)
-        rows, scale = normed.of(weights.recipe)
-        measured = self.produce.configure_experts(weights, len(rows))
-        experts = expert_outputs(
-            rows, scale, logits, weights.selection_bias, weights.experts, weights.top_k, measured, self.router_tiling
-        )
-        shared = None if weights.shared is None else self._dense(weights.shared, normed)
+            return self.produce.norm(self.produce.dense(weights, normed), x, next_gain, {next_recipe})
+        experts, shared = self.produce.experts(weights, normed)
         return self.produce.combine_norm(experts, shared, x, next_gain, next_recipe)
-
-    def _dense(self, weights: DenseFeedForward, normed: Activation) -> Tensor:
-        gate_up = self.produce.project(normed, weights.gate_up)
-        return self.produce.project(self.produce.swiglu(gate_up, weights.down.recipe), weights.down)
-
-
-def _input_recipes(feed_forward: DenseFeedForward | SparseFeedForward) -> set[str]:
-    if isinstance(feed_forward, DenseFeedForward):
-        return {feed_forward.gate_up.recipe}
-    recipes = {feed_forward.router.recipe, feed_forward.recipe}
-    return recipes if feed_forward.shared is None else recipes | {feed_forward.shared.gate_up.recipe}

@@ -109,16 +109,16 @@ def pack_weights(model: OneRecV2) -> HopperWeights:
     packed = HopperWeights(
         config=config,
         context=ContextWeights(
-            item_tables=tuple(_table(module) for module in context.item_embeddings),
-            feature_tables=tuple(_table(module) for module in context.feature_embeddings),
+            item_tables=tuple(pack_table(module) for module in context.item_embeddings),
+            feature_tables=tuple(pack_table(module) for module in context.feature_embeddings),
             static=context.static.data.bfloat16(),
-            recency=_table(context.recency_embedding) if config.position_encoding == "recency" else None,
-            segment=_table(context.segment_embedding) if config.short_term_length else None,
+            recency=pack_table(context.recency_embedding) if config.position_encoding == "recency" else None,
+            segment=pack_table(context.segment_embedding) if config.short_term_length else None,
             projection=_site(context.projection, "context.projection"),
             gains=tuple(_gain(norm) for norm in context.norms),
         ),
         bos=model.bos.data.bfloat16(),
-        token_tables=tuple(_table(module) for module in model.token_embeddings),
+        token_tables=tuple(pack_table(module) for module in model.token_embeddings),
         layers=tuple(_layer(layer, f"layers.{index}") for index, layer in enumerate(model.layers)),
         head_gains=tuple(_gain(norm) for norm in model.norms),
         heads=tuple(_site(head, f"heads.{level}") for level, head in enumerate(model.heads)),
@@ -147,7 +147,9 @@ def _layer(layer: torch.nn.Module, name: str) -> LayerWeights:
         qkv=_site(own.qkv, f"{name}.self_attention.qkv"),
         self_output=_site(own.output, f"{name}.self_attention.output"),
         feed_forward_gain=_gain(layer.ffn_norm),
-        feed_forward=_sparse(layer.moe, f"{name}.moe") if hasattr(layer, "moe") else _dense(layer.mlp, f"{name}.mlp"),
+        feed_forward=pack_experts(layer.moe, f"{name}.moe")
+        if hasattr(layer, "moe")
+        else _dense(layer.mlp, f"{name}.mlp"),
     )
 
 
@@ -155,7 +157,8 @@ def _dense(module: SwiGLU, name: str) -> DenseFeedForward:
     return DenseFeedForward(_site(module.gate_up, f"{name}.gate_up"), _site(module.down, f"{name}.down"))
 
 
-def _sparse(module: SparseMoE, name: str) -> SparseFeedForward:
+def pack_experts(module: SparseMoE, name: str) -> SparseFeedForward:
+    """Take a mixture of experts apart, as `pack_weights` does a model; `name` is its path in the model."""
     gate_up_recipe, gate_up, gate_up_scale = _take(module.gate_up, f"{name}.gate_up")
     down_recipe, down, down_scale = _take(module.down, f"{name}.down")
     check_expert_recipe(f"{name}.down", down_recipe)
@@ -215,7 +218,8 @@ def _method(module: Linear | GroupedLinear) -> SiteMethod:
     return module.method
 
 
-def _table(module: torch.nn.Module) -> Tensor:
+def pack_table(module: torch.nn.Module) -> Tensor:
+    """An embedding's rows in bfloat16."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.data.bfloat16().contiguous()

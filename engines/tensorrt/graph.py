@@ -24,14 +24,12 @@ import numpy as np
 import onnx
 
 from loka_serve.engines.tensorrt.builder import LOKA_DOMAIN, ONNX_TYPES, GraphBuilder, Value
+from loka_serve.engines.tensorrt.steps import BATCH, BEAMS, CONTEXT
 from loka_serve.engines.tensorrt.support import check_plan
 from loka_serve.models.config import OneRecV2Config
 from loka_serve.models.layers import NORM_BLOCK
 from loka_serve.quantization.plan import PrecisionPlan
 from loka_serve.tensor_files import TensorPlace
-
-BATCH, BEAMS, CONTEXT = "batch", "beam_rows", "context_rows"
-"""Dynamic first dimensions: requests; batch x beams; batch x (1 + items)."""
 
 
 def build_graph(

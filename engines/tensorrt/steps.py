@@ -9,6 +9,9 @@ from typing import Any
 
 from loka_serve.engines.tensorrt.runtimes.base import Segment, TensorSpec
 
+BATCH, BEAMS, CONTEXT = "batch", "beam_rows", "context_rows"
+"""The graph's dynamic first dimensions: requests; batch x beams; batch x (1 + items)."""
+
 
 @dataclass(frozen=True)
 class SegmentStep:

@@ -18,6 +18,20 @@ def runs_in_kernels(site: str) -> bool:
     return EXPERTS in site
 
 
+def preferred_recipes(site: str) -> tuple[str, ...]:
+    """Recipes beside bf16 that run at a site, the preferred one first."""
+    if not runs_in_kernels(site):
+        return ("fp8_tensor",)
+    return ("fp8_block",) if not site.endswith(".router") else ("fp8_row",)
+
+
+def check_recipe(recipe: str) -> None:
+    """Raises EngineError for a recipe that no dense site runs; `auto` chooses among those that do."""
+    if recipe not in (*DENSE_RECIPES, "auto"):
+        expected = ", ".join((*DENSE_RECIPES, "auto"))
+        raise EngineError(f"--recipe {recipe}: the tensorrt engine runs {expected}; experts then run fp8_block")
+
+
 def check_plan(plan: PrecisionPlan) -> None:
     """Raises EngineError for a site whose recipe neither Q/DQ nodes nor the kernels of experts run; names it."""
     for site, recipe in plan.recipes.items():

@@ -83,11 +83,11 @@ def quantize_context(keys: Tensor, values: Tensor, lengths: Tensor) -> Fp8Contex
 def beam_attention(
     query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, beam_counts: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention of every live beam over its request's visible slots; bfloat16 of query's shape.
+    """Softmax attention of every live beam over its request's visible slots, in query's type and shape.
 
     Args:
-        query: bfloat16 [batch, beams, heads, head_dim].
-        keys, values: bfloat16 [batch, slots, groups, head_dim]; heads h * (heads / groups).. read group h.
+        query: bfloat16 or float32 [batch, beams, heads, head_dim].
+        keys, values: of the same type, [batch, slots, groups, head_dim]; heads h * (heads / groups).. read group h.
         lengths: int32 [batch], visible slots of each request.
         beam_counts: int32 [batch], live beams of each request.
         scale: of the scores; head_dim ** -0.5 by default.
@@ -131,9 +131,9 @@ def _by_group(query: Tensor, groups: int) -> Tensor:
 
 
 def _finish(attended: Tensor, query: Tensor, lengths: Tensor, beam_counts: Tensor) -> Tensor:
-    """Back to query's shape in bfloat16, dead beams zero."""
+    """Back to query's shape and type, dead beams zero."""
     batch, beams, heads, _ = query.shape
     groups = attended.shape[1]
     attended = attended.unflatten(2, (beams, heads // groups)).transpose(1, 2).flatten(2, 3)
     live = (torch.arange(beams, device=query.device) < beam_counts[:, None]) & (lengths > 0)[:, None]
-    return torch.where(live[..., None, None], attended, 0.0).bfloat16()
+    return torch.where(live[..., None, None], attended, 0.0).to(query.dtype)

@@ -28,13 +28,13 @@ def embed_context(
         history: int32 [batch, items, levels], codes of each item, oldest first; what stands beyond a length is not
             looked at.
         lengths: int32 [batch], items of each request, at most as many as `recency` has rows.
-        tables: one bfloat16 [codes, width] for each level.
-        static: bfloat16 [batch, width], see `embed_static`.
-        recency: bfloat16 [ages, width], one row an age, or None.
-        segment: bfloat16 [2, width], for ages from `short_term_length` on and for those below it, or None.
+        tables: one [codes, width] for each level, bfloat16 or float32 like all that follow.
+        static: [batch, width], see `embed_static`.
+        recency: [ages, width], one row an age, or None.
+        segment: [2, width], for ages from `short_term_length` on and for those below it, or None.
 
     Returns:
-        bfloat16 [batch * (1 + items), width].
+        [batch * (1 + items), width] of static's type.
     """
     batch, items, _ = history.shape
     position = torch.arange(items, device=history.device)
@@ -50,7 +50,7 @@ def embed_context(
     if segment is not None:
         embedded = embedded + segment.float()[(age < short_term_length).long()]
     rows = torch.cat([static.float()[:, None], torch.where(live, embedded, 0.0)], dim=1)
-    return rows.flatten(0, 1).bfloat16()
+    return rows.flatten(0, 1).to(static.dtype)
 
 
 def embed_context_quantize(
@@ -73,13 +73,13 @@ def embed_static(features: Tensor, tables: Sequence[Tensor], static: Tensor) -> 
 
     Args:
         features: int32 [batch, features], 0 where a feature is unknown.
-        tables: one bfloat16 [values + 1, width] for each feature.
-        static: bfloat16 [width].
+        tables: one [values + 1, width] for each feature, bfloat16 or float32.
+        static: [width], of the same type.
 
     Returns:
-        bfloat16 [batch, width], rounded once.
+        [batch, width] of static's type, rounded once.
     """
     embedded = static.float().expand(features.shape[0], -1)
     for column, table in enumerate(tables):
         embedded = embedded + F.embedding(features[:, column], table).float()
-    return embedded.bfloat16()
+    return embedded.to(static.dtype)

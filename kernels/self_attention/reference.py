@@ -41,21 +41,21 @@ def self_attention(
     read again.
 
     Args:
-        qkv: bfloat16 [batch, beams, 3, heads, head_dim].
-        key_cache, value_cache: bfloat16 [levels, batch, most beams, heads, head_dim].
+        qkv: bfloat16 or float32 [batch, beams, 3, heads, head_dim].
+        key_cache, value_cache: of the same type, [levels, batch, most beams, heads, head_dim].
         ancestors: int32 [batch, beams, at least level]; None at level 0.
         beam_counts: int32 [batch], live beams of each request.
         scale: of the scores; head_dim ** -0.5 by default.
 
     Returns:
-        bfloat16 [batch, beams, heads, head_dim].
+        [batch, beams, heads, head_dim] of qkv's type.
     """
     batch, beams, _, _, head_dim = qkv.shape
     query, key, value = qkv.float().unbind(2)
     live = (torch.arange(beams, device=qkv.device) < beam_counts[:, None])[..., None, None]
     if level < key_cache.shape[0]:
         for cache, new in ((key_cache[level, :, :beams], key), (value_cache[level, :, :beams], value)):
-            cache.copy_(torch.where(live, new.bfloat16(), cache))
+            cache.copy_(torch.where(live, new.to(cache.dtype), cache))
     rows = torch.arange(batch, device=qkv.device)[:, None]
     keys, values = [], []
     for past in range(level):
@@ -66,4 +66,4 @@ def self_attention(
         values.append(value_cache[past][rows, places].float())
     scores = (query[:, :, None] * torch.stack([*keys, key], 2)).sum(-1) * (head_dim**-0.5 if scale is None else scale)
     attended = (scores.softmax(2)[..., None] * torch.stack([*values, value], 2)).sum(2)
-    return torch.where(live, attended, 0.0).bfloat16()
+    return torch.where(live, attended, 0.0).to(qkv.dtype)

@@ -46,17 +46,23 @@ class Choice:
     reason: str
 
 
-def choose(kind: SiteKind, errors: Mapping[str, RecipeError], speedups: Mapping[str, float] | None = None) -> Choice:
+def choose(
+    kind: SiteKind,
+    errors: Mapping[str, RecipeError],
+    speedups: Mapping[str, float] | None = None,
+    candidates: tuple[str, ...] | None = None,
+) -> Choice:
     """The recipe of a site from the errors measured there; no errors (the site saw no rows) means bf16.
 
     Args:
         speedups: times as fast as BF16 by recipe, at the rows that the site sees; a recipe that is not there does not
             run. None where speeds were not measured.
+        candidates: what the engine runs there beside bf16, the preferred one first; None for the usual ones.
     """
     if not errors:
         return Choice("bf16", "no calibration rows reached it")
     reasons: list[str] = []
-    order = PREFERENCES[kind]
+    order = PREFERENCES[kind] if candidates is None else candidates
     if speedups is not None:
         order = tuple(sorted(order, key=lambda recipe: -speedups.get(recipe, 0.0)))
     for recipe in order:
@@ -78,8 +84,15 @@ def _too_slow(recipe: str, speedups: Mapping[str, float] | None) -> str | None:
     return None
 
 
-def fixed(kind: SiteKind, recipe: str, errors: Mapping[str, RecipeError]) -> Choice:
-    """A recipe asked for by name: at linear and grouped sites. Routers and heads stay bf16, as under `auto`."""
+def fixed(
+    kind: SiteKind, recipe: str, errors: Mapping[str, RecipeError], candidates: tuple[str, ...] | None = None
+) -> Choice:
+    """A recipe asked for by name: at linear and grouped sites. Routers and heads stay bf16, as under `auto`.
+
+    Where the engine does not run it, its first candidate takes the place of one that is not bf16.
+    """
+    if candidates is not None and recipe not in ("bf16", *candidates) and kind in ("linear", "grouped"):
+        return Choice(candidates[0], f"the engine does not run {recipe} here")
     if recipe == "bf16" or kind in ("linear", "grouped"):
         if RECIPES[recipe].needs_input_amax and not errors:
             return Choice("bf16", f"no calibration rows reached it, which {recipe} needs")

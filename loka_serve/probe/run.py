@@ -24,10 +24,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """How thoroughly to measure: synthetic pairs a site; 0 for none, and then `inputs` need no covariance."""
+    """How thoroughly to measure, and what to choose from.
+
+    Attributes:
+        pairs: synthetic pairs a site; 0 for none, and then `inputs` need no covariance.
+        candidates: recipes that the engine runs at a site of that name; None for the usual ones.
+    """
 
     pairs: int = PAIRS
     seed: int = 0
+    candidates: Callable[[str], tuple[str, ...]] | None = None
 
 
 def probe(
@@ -113,7 +119,8 @@ def _one_site(
     kind = site_kind(name, module)
     seen = inputs.total().summary()
     errors = _errors(model, name, kind, inputs, seen.absmax, module)
-    choice = choose(kind, errors) if recipe == AUTO else fixed(kind, recipe, errors)
+    candidates = None if options.candidates is None else options.candidates(name)
+    chosen = choose(kind, errors, None, candidates) if recipe == AUTO else fixed(kind, recipe, errors, candidates)
     of_weight = GroupStatistics(weight.shape[0] if weight.ndim == 3 else 1)
     for group, matrix in enumerate(weight if weight.ndim == 3 else weight[None]):
         of_weight.update_group(group, matrix)
@@ -128,8 +135,8 @@ def _one_site(
         weight=of_weight.total().summary(),
         groups=_groups(inputs, of_weight),
         errors=errors,
-        choice=choice,
-        weight_bytes=_bytes(choice.recipe, tuple(weight.shape)),
+        choice=chosen,
+        weight_bytes=_bytes(chosen.recipe, tuple(weight.shape)),
         synthetic=synthetic,
     )
 

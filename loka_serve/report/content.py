@@ -22,6 +22,7 @@ def gather(
     gate: Record,
     comparison: Record | None = None,
     dispatch: Record | None = None,
+    engines: Record | None = None,
 ) -> dict[str, Any]:
     """The report of a bundle.
 
@@ -29,6 +30,7 @@ def gather(
         probe, gate: content of ``probe.json`` and ``gate.json``.
         comparison: content of ``comparison.json`` where the build compared recipes.
         dispatch: a dispatch table measured on a GPU, as `loka_serve.kernels.dispatch.Dispatch.save` writes it.
+        engines: content of ``engines.json`` where the build compared engines.
     """
     sites = [_site(site) for site in probe["sites"]]
     speed = speed_by_rows(probe["sites"], dispatch)
@@ -38,6 +40,7 @@ def gather(
         "summary": summarize(sites, gate),
         "gate": dict(gate),
         "comparison": None if comparison is None else dict(comparison),
+        "engines": None if engines is None else dict(engines),
         "speed": speed,
         "frontier": frontier(probe["sites"], speed),
         "mods": probe.get("mods"),

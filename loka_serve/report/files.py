@@ -12,7 +12,7 @@ from loka_serve.report.content import gather
 from loka_serve.report.page import render
 
 REPORT_FILE, PAGE_FILE = "report.json", "report.html"
-COMPARISON_FILE = "comparison.json"
+COMPARISON_FILE, ENGINES_FILE = "comparison.json", "engines.json"
 
 
 def report_files(directory: Path, model_name: str, engine: str, dispatch: Path | None = None) -> dict[str, bytes]:
@@ -26,7 +26,7 @@ def report_files(directory: Path, model_name: str, engine: str, dispatch: Path |
     """
     own = directory / DISPATCH_FILE
     table = dispatch or (own if own.exists() else None)
-    comparison = directory / COMPARISON_FILE
+    comparison, engines = directory / COMPARISON_FILE, directory / ENGINES_FILE
     try:
         report = gather(
             model_name,
@@ -35,6 +35,7 @@ def report_files(directory: Path, model_name: str, engine: str, dispatch: Path |
             _read(directory / "gate.json"),
             _read(comparison) if comparison.exists() else None,
             None if table is None else _read(table),
+            _read(engines) if engines.exists() else None,
         )
         page = render(report)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

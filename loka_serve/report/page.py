@@ -39,6 +39,7 @@ def render(report: Record) -> str:
         _warnings(report["gate"]),
         _quality(report["gate"]),
         _comparison(report["comparison"]),
+        _engines(report["engines"]),
         _mods(report["mods"]),
         *_plots(report),
         _sites(report["sites"]),
@@ -163,6 +164,24 @@ def _comparison(comparison: Record | None) -> str:
     return (
         f'<section class="wide"><b>All recipes</b>{_table(comparison["headings"], comparison["table"])}'
         f'<p class="quiet">Time: {escape(comparison["timed_on"])}.</p></section>'
+    )
+
+
+def _engines(engines: Record | None) -> str:
+    if engines is None:
+        return ""
+    rows = []
+    for one in engines["engines"]:
+        name = one["engine"] + (" (kept)" if one["engine"] == engines["chosen"] else "")
+        if one["milliseconds_per_history"] is None:
+            rows.append([name, "-", "-", "-", one["reason"]])
+        else:
+            gate = "passed" if one["gate_passed"] else "failed"
+            rows.append([name, f"{one['milliseconds_per_history']:.3g}", gate, f"{one['top_k_overlap']:.3f}", ""])
+    headings = ["engine", "ms a history", "gate", "overlap with BF16", "does not run here"]
+    return (
+        f'<section class="wide"><b>Engines</b>{_table(headings, rows)}'
+        f'<p class="quiet">Time: {escape(engines["timed_on"])}.</p></section>'
     )
 
 

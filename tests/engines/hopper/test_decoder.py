@@ -255,7 +255,7 @@ class LateFailure:
     ("name", "failure", "words"),
     [
         ("loka_serve.engines.hopper.memory.MemoryReport.require_catalog", no_room, "catalog: outgrows its room"),
-        ("loka_serve.engines.hopper.decoder.CatalogBuffers", out_of_memory, "larger buffers: out of memory$"),
+        ("loka_serve.engines.hopper.batches.CatalogBuffers", out_of_memory, "larger buffers: out of memory$"),
         ("loka_serve.engines.hopper.decoder.HopperDecoder.capture", LateFailure(), "larger buffers: RuntimeError$"),
     ],
 )
