@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+
+from tests.server.scripted_engine import scripted_score
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0
+STITCHED = os.environ.get("LOKA_TEST_ENGINE", "scripted") == "tensorrt"
+"""LOKA_TEST_ENGINE=tensorrt runs these tests with every ranking computed by the stitched executor on the CPU."""
+STITCHED_FLAG = "--stitched"
 
 
 class RunningServer:
@@ -27,6 +33,7 @@ class RunningServer:
         self.log_file = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self.directory = tempfile.TemporaryDirectory(prefix="loka-test-")
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": self.directory.name}
+        self.stitched = STITCHED_FLAG in command
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=self.log_file, stdout=self.log_file, env=environment)
         self.url = self.wait_for_log(r"listening on (http://[^;\s]+);")
         self.client = httpx.Client(base_url=self.url, timeout=30)
@@ -61,6 +68,14 @@ class RunningServer:
 
     def recommend(self, **body: Any) -> httpx.Response:
         return self.client.post("/v1/recommend", json=body)
+
+    def expected_score(self, semantic_id: Sequence[int], leaf: int, history_length: int) -> Any:
+        """What the score of an item equals, if the scripted engine answers."""
+        if not self.stitched:
+            return scripted_score(leaf, history_length)
+        from tests.server.stitched_engine import stitched_score
+
+        return pytest.approx(stitched_score(semantic_id), abs=1e-5)  # float32 sums of three log-probabilities
 
     def metric(self, name: str) -> float:
         """The value of one series, named with its labels as in the exposition."""
@@ -105,6 +120,9 @@ def running(command: Sequence[str], ready: bool = True) -> Iterator[RunningServe
         server.stop()
 
 
-def scripted_command(catalog_file: Path, *flags: str, engine: Sequence[str] = ()) -> list[str]:
-    """The command of a server with the scripted engine."""
-    return [sys.executable, "-m", "tests.server.scripted_server", str(catalog_file), *engine, "--", *flags]
+def scripted_command(
+    catalog_file: Path, *flags: str, engine: Sequence[str] = (), stitched: bool = STITCHED
+) -> list[str]:
+    """The command of a server with the scripted engine; `stitched` has it compute its rankings."""
+    arguments = [*engine, *([STITCHED_FLAG] if stitched else [])]
+    return [sys.executable, "-m", "tests.server.scripted_server", str(catalog_file), *arguments, "--", *flags]

@@ -1,6 +1,7 @@
 """An engine process whose engine does as the newest history item says: faults that no real engine has on demand.
 
-Run as `python -m tests.server.scripted_engine`. It imports no torch, so a server with it is up within a second.
+Run as `python -m tests.server.scripted_engine`. It imports no torch, so a server with it is up within a second; with
+`--stitched` it does, and computes what it answers.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import BeamResult, DispatchInfo, Engine, EngineLimits, RequestBatch
@@ -56,24 +59,35 @@ class ScriptedEngine:
     def recommend(self, batch: RequestBatch) -> BeamResult:
         self.batch_sizes.append(len(batch))
         time.sleep(self.seconds)
-        widest = max(request.beam_width for request in batch.requests)
-        leaves = np.full((len(batch), widest), -1, np.int32)
-        scores = np.full((len(batch), widest), -np.inf, np.float32)
-        failed = np.zeros(len(batch), np.bool_)
-        for row, request in enumerate(batch.requests):
-            code = int(request.history[-1, 0]) if len(request.history) else 0
+        codes = [int(request.history[-1, 0]) if len(request.history) else 0 for request in batch.requests]
+        for code in codes:
             obey(code)
-            mask = request.filter.allowed_nodes[-1] if request.filter else np.ones(self.catalog.trie.leaf_count, bool)
-            allowed = np.flatnonzero(mask)[: request.beam_width]
-            leaves[row, : len(allowed)] = allowed
-            scores[row, : len(allowed)] = -0.25 * (allowed + len(request.history))
-            failed[row] = code == NAN
+        leaves, scores = self.rank(batch)
+        failed = np.array([code == NAN for code in codes])
+        for row, code in enumerate(codes):
             if code == INVALID_LEAF:
                 leaves[row, 0] = self.catalog.trie.leaf_count
             if code == DOUBLE_LEAF:
                 leaves[row, 1] = leaves[row, 0]
         counts = (leaves >= 0).sum(1).astype(np.int32)
         return BeamResult(leaves, scores, counts, failed, {"decode": self.seconds})
+
+    def rank(self, batch: RequestBatch) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Leaves and scores of a `BeamResult`."""
+        widest = max(request.beam_width for request in batch.requests)
+        leaves = np.full((len(batch), widest), -1, np.int32)
+        scores = np.full((len(batch), widest), -np.inf, np.float32)
+        for row, request in enumerate(batch.requests):
+            mask = request.filter.allowed_nodes[-1] if request.filter else np.ones(self.catalog.trie.leaf_count, bool)
+            allowed = np.flatnonzero(mask)[: request.beam_width]
+            leaves[row, : len(allowed)] = allowed
+            scores[row, : len(allowed)] = scripted_score(allowed, len(request.history))
+        return leaves, scores
+
+
+def scripted_score(leaf: Any, history_length: int) -> Any:
+    """Of one leaf or of an array of them."""
+    return -0.25 * (leaf + history_length)
 
 
 def obey(code: int) -> None:
@@ -109,6 +123,7 @@ def main() -> None:
     parser.add_argument("--catalog", required=True)
     parser.add_argument("--max-batch", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--stitched", action="store_true", help="rank by the stitched executor")
     parser.add_argument("--fail-start", help="fail for good with this message")
     parser.add_argument("--fail-file", type=Path, help="end at once while this file exists")
     add_connection_arguments(parser)
@@ -119,8 +134,12 @@ def main() -> None:
             raise EngineError(arguments.fail_start)
         if arguments.fail_file is not None and arguments.fail_file.exists():
             raise RuntimeError("told to fail")
-        catalog = Catalog.load(arguments.catalog)
-        return ScriptedEngine(catalog, EngineLimits(arguments.max_batch, 64, 50, 3), arguments.seconds), catalog, "cpu"
+        catalog, limits = Catalog.load(arguments.catalog), EngineLimits(arguments.max_batch, 64, 50, 3)
+        if not arguments.stitched:
+            return ScriptedEngine(catalog, limits, arguments.seconds), catalog, "cpu"
+        from tests.server.stitched_engine import StitchedEngine
+
+        return StitchedEngine(catalog, limits, arguments.seconds, Path(arguments.catalog).parent), catalog, "cpu"
 
     serve(arguments, load)
 

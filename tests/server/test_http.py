@@ -55,9 +55,10 @@ def test_answer(scripted: RunningServer) -> None:
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
     body = response.json()
-    # The scripted engine ranks leaves in order and scores -0.25 * (leaf + history length).
-    expected = [(0, -0.25), (1, -0.5), (2, -0.75), (3, -1.0)]
-    assert [(item["rank"], item["score"]) for item in body["items"]] == [(n + 1, score) for n, score in expected]
+    # The scripted engine ranks leaves in order, and the first items are on a leaf each.
+    assert [item["item_id"] for item in body["items"]] == [f"item-{leaf}" for leaf in range(4)]
+    expected = [scripted.expected_score(CATALOG.semantic_id(leaf), leaf, 1) for leaf in range(4)]
+    assert [(item["rank"], item["score"]) for item in body["items"]] == list(zip(range(1, 5), expected, strict=True))
     for item in body["items"]:
         index = CATALOG.index_of(item["item_id"])
         assert index is not None
@@ -120,7 +121,7 @@ def test_a_malformed_element_of_a_batch_fails_alone(scripted: RunningServer) -> 
     answers = body["responses"]
     assert [answer.get("status", 200) for answer in answers] == [200, 422, 200, 422]
     assert [len(answers[row]["items"]) for row in (0, 2)] == [1, 2]
-    assert answers[2]["items"][0]["score"] == -0.25
+    assert answers[2]["items"][0]["score"] == scripted.expected_score(CATALOG.semantic_id(0), 0, 1)
     assert [answers[row]["errors"][0]["field"] for row in (1, 3)] == ["history", "body"]
     assert [answer["request_id"] for answer in answers] == [f"{body['request_id']}-{row}" for row in range(4)]
     assert answers[0]["usage"]["batch_size"] == 2
@@ -149,7 +150,8 @@ def test_one_bad_request_among_16_fails_alone(scripted: RunningServer, code: int
     answers = scripted.client.post("/v1/recommend/batch", json={"requests": requests}).json()["responses"]
     assert [answer.get("status", 200) for answer in answers] == [200] * 5 + [500] + [200] * 10
     good = [answer for answer in answers if "items" in answer]
-    assert all([item["score"] for item in answer["items"]] == [-0.25, -0.5] for answer in good)
+    expected = [scripted.expected_score(CATALOG.semantic_id(leaf), leaf, 1) for leaf in (0, 1)]
+    assert all([item["score"] for item in answer["items"]] == expected for answer in good)
     assert {answer["usage"]["batch_size"] for answer in good} == {16}
     assert answers[5]["detail"] == detail
     assert scripted.metric(f'loka_invalid_answers_total{{reason="{reason}"}}') == before + 1

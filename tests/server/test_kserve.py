@@ -99,20 +99,23 @@ def test_the_answer_is_that_of_the_recommend_route(
 
 @pytest.mark.parametrize("datatype", ["INT32", "INT64"])
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
-def test_semantic_ids_in_and_chosen_outputs_out(client: InferenceServerClient, datatype: str, binary: bool) -> None:
+def test_semantic_ids_in_and_chosen_outputs_out(
+    scripted: RunningServer, client: InferenceServerClient, datatype: str, binary: bool
+) -> None:
     outputs = [InferRequestedOutput("scores"), InferRequestedOutput("item_ids", binary_data=False)]
     tensor = codes([[1, 1, 1], [2, 2, 2]], datatype, binary)
     result = client.infer(MODEL, [tensor], outputs=outputs, parameters={"num_items": 2})
-    assert result.as_numpy("scores").tolist() == [-0.5, -0.75]  # -0.25 * (leaf + history length)
+    expected = [scripted.expected_score(CATALOG.semantic_id(leaf), leaf, 2) for leaf in (0, 1)]
+    assert result.as_numpy("scores").tolist() == expected
     assert [output["name"] for output in result.get_response()["outputs"]] == ["scores", "item_ids"]
     assert result.as_numpy("semantic_ids") is None
     assert result.as_numpy("item_ids").tolist() == ["item-0", "item-1"]
 
 
-def test_empty_tensors(client: InferenceServerClient) -> None:
+def test_empty_tensors(scripted: RunningServer, client: InferenceServerClient) -> None:
     for history in (texts("history", []), codes([])):
         items, scores, rows = answer_of(client.infer(MODEL, [history], parameters={"num_items": 1}))
-        assert (len(items), len(rows)) == (1, 1) and scores == [0.0]
+        assert (len(items), len(rows)) == (1, 1) and scores == [scripted.expected_score(CATALOG.semantic_id(0), 0, 0)]
     nothing = client.infer(MODEL, [texts("history", [])], parameters={"filter": '{"kind": ["none"]}'})
     assert answer_of(nothing) == ([], [], [])
     assert nothing.as_numpy("semantic_ids").shape == (0, 3)
