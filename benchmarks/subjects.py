@@ -45,12 +45,17 @@ class Subject:
     alone: int
 
 
+def requests_of(bundle: Bundle, histories: Path, rows: int, beam: int) -> list[EngineRequest]:
+    """The first users of a file of histories, each with that many beams."""
+    users = itertools.islice(read_histories(histories, bundle.catalog), rows)
+    return [to_request(user, bundle.catalog, bundle.config, beam) for user in users]
+
+
 def of_bundle(bundle: Bundle, histories: Path, device: torch.device, rows: int, batch: int, beam: int) -> Subject:
     """A bundle's model on the histories of a file."""
     config = bundle.config
     limits = EngineLimits(batch, beam, config.max_context, config.levels)
-    users = itertools.islice(read_histories(histories, bundle.catalog), rows)
-    requests = [to_request(user, bundle.catalog, config, beam) for user in users]
+    requests = requests_of(bundle, histories, rows, beam)
 
     def decoder(options: HopperOptions) -> HopperDecoder:
         engine = HopperEngine(bundle, limits, device, options)

@@ -143,7 +143,7 @@ class StitchedDecoder(BatchDecoder):
         keys, lengths = run.take(step.inputs)
         groups, head_dim = step.attributes["groups"], step.attributes["head_dim"]
         wide = keys.view(len(lengths), -1, groups, head_dim)
-        return [self.operations.rotate_keys(wide, step.attributes["theta"]).view_as(keys)]
+        return [self.operations.rotate_keys(wide, step.attributes["theta"]).reshape(keys.shape).contiguous()]
 
     def _beam_attention(self, run: _Run, step: OperationStep) -> Sequence[Tensor]:
         query, keys, values, lengths, counts = run.take(step.inputs)
@@ -160,7 +160,7 @@ class StitchedDecoder(BatchDecoder):
             counts,
             given["theta"],
         )
-        return [attended.view_as(query)]
+        return [attended.reshape(query.shape).contiguous()]  # segments read whole rows
 
     def _self_attention(self, run: _Run, step: OperationStep) -> Sequence[Tensor]:
         qkv, counts = run.take(step.inputs[:2])
@@ -173,7 +173,7 @@ class StitchedDecoder(BatchDecoder):
             keys, values = (torch.empty(shape, dtype=qkv.dtype, device=qkv.device) for _ in range(2))
         wide = qkv.view(batch, -1, 3, heads, head_dim)
         attended = self.operations.self_attention(wide, (keys, values), ancestors, counts, given["level"])
-        return [attended.view(len(qkv), heads * head_dim), keys, values]
+        return [attended.reshape(len(qkv), heads * head_dim).contiguous(), keys, values]
 
     def _experts(self, run: _Run, step: OperationStep) -> Sequence[Tensor]:
         normed, residual = run.take(step.inputs)

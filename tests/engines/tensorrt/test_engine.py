@@ -33,6 +33,7 @@ CASES = {
         "fp8_tensor",
         dataclasses.replace(CONFIG, position_encoding="rotary", norm="block", activation="hard_swish"),
     ),
+    "fp8_tensor_key_for_every_head": ("fp8_tensor", dataclasses.replace(CONFIG, kv_groups=CONFIG.heads, layers=2)),
     "bf16_biases_two_pathways": ("bf16", dataclasses.replace(CONFIG, linear_bias=True, short_term_length=5)),
 }
 
