@@ -45,3 +45,19 @@ def load_engine(
 
         return load_tensorrt_engine(bundle, limits, device, hopper or Options())
     return ReferenceEngine(bundle.load_model(device), bundle.catalog, limits, device)
+
+
+def default_device(bundle: Bundle, engine: str) -> str:
+    """`cuda` where there is a GPU, unless the bundle's segments were built for the CPU.
+
+    Raises:
+        BundleError: the engine is `tensorrt`, and the bundle was not built for it.
+    """
+    import torch
+
+    if engine == "tensorrt":
+        from loka_serve.engines.tensorrt.artifacts import Artifacts
+
+        if Artifacts.load(bundle.path).dtype == "float32":
+            return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -43,7 +43,8 @@ class SegmentBuild:
         name = config.trt_runtime
         if name == "auto":
             name = "tensorrt" if device.type == "cuda" else "onnxruntime"
-        return cls(make_runtime(name, device), name in RUN_ANYWHERE or device.type == "cuda")
+        # TensorRT-RTX refuses Hopper, where alone our kernels between the segments run.
+        return cls(make_runtime(name, device), name in RUN_ANYWHERE or name == "tensorrt")
 
     def write(
         self,

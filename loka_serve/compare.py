@@ -15,7 +15,7 @@ from loka_serve.build_config import BuildConfig
 from loka_serve.bundle import Bundle, staging_directory
 from loka_serve.engines import load_engine
 from loka_serve.engines.base import EngineLimits, EngineRequest, RequestBatch
-from loka_serve.errors import EngineError
+from loka_serve.errors import BundleError, EngineError
 from loka_serve.gate import GateResult
 from loka_serve.probe.report import SiteReport, format_bytes
 from loka_serve.probe.run import AUTO
@@ -113,7 +113,7 @@ def measure(
     stored = sum(site.weight_bytes for site in sites)
     try:
         seconds = seconds_per_history(bundle, engine, limits, requests, device)
-    except EngineError as error:
+    except (EngineError, BundleError) as error:
         return Row(recipe, gate, stored, None, str(error))
     return Row(recipe, gate, stored, 1000 * seconds)
 

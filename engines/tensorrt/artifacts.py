@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Artifacts:
         environment: what the plans are tied to.
         limits: rows that the plans hold, as those of a batch.
         plans: file by segment; none where the runtime needs no plans.
+        profiles: rows that each segment was built for.
     """
 
     runtime: str
@@ -36,6 +37,7 @@ class Artifacts:
     limits: EngineLimits
     stitching: Stitching
     plans: Mapping[str, str]
+    profiles: Mapping[str, tuple[RowProfile, ...]]
 
     def save(self, directory: Path) -> None:
         values = {
@@ -44,6 +46,7 @@ class Artifacts:
             "environment": dict(self.environment),
             "limits": asdict(self.limits),
             "plans": dict(self.plans),
+            "profiles": {name: [astuple(profile) for profile in held] for name, held in self.profiles.items()},
             **self.stitching.to_dict(),
         }
         (directory / ARTIFACTS_FILE).write_text(json.dumps(values, indent=1) + "\n")
@@ -63,6 +66,7 @@ class Artifacts:
                 limits=EngineLimits(**values["limits"]),
                 stitching=Stitching.from_dict(values, directory),
                 plans={name: Path(plan).name for name, plan in values["plans"].items()},
+                profiles={name: tuple(RowProfile(*rows) for rows in held) for name, held in values["profiles"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"{file}: not as the build writes it: {error!r}: build the bundle again") from error
@@ -99,10 +103,10 @@ def build_artifacts(
         EngineError: names the segment that the runtime does not build.
     """
     limits = EngineLimits(buckets.batches[-1], buckets.beams[-1], buckets.contexts[-1], len(_heads(stitching)))
-    cache, plans = b"", {}
+    cache, plans, profiles = b"", {}, {}
     for segment in stitching.segments:
-        profiles = row_profiles(buckets, stitching.rows_of(segment.name))
-        built = runtime.build(segment, profiles, cache)
+        profiles[segment.name] = tuple(row_profiles(buckets, stitching.rows_of(segment.name)))
+        built = runtime.build(segment, profiles[segment.name], cache)
         cache = built.cache or cache
         if built.plan:
             plans[segment.name] = f"segment-{segment.name}{PLAN_SUFFIX}"
@@ -110,7 +114,7 @@ def build_artifacts(
         progress(1)
     if cache:
         (directory / TIMING_CACHE_FILE).write_bytes(cache)
-    artifacts = Artifacts(runtime.name, runtime.dtype, runtime.environment(), limits, stitching, plans)
+    artifacts = Artifacts(runtime.name, runtime.dtype, runtime.environment(), limits, stitching, plans, profiles)
     artifacts.save(directory)
     return artifacts
 

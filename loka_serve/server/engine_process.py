@@ -47,14 +47,14 @@ def main() -> None:
         from loka_serve.cores import default_threads
         from loka_serve.drift.engine import guarded
         from loka_serve.drift.options import DriftOptions
-        from loka_serve.engines import load_engine
+        from loka_serve.engines import default_device, load_engine
         from loka_serve.engines.base import EngineLimits
         from loka_serve.engines.hopper.options import HopperOptions
 
         bundle = Bundle.load(arguments.bundle)
         device = arguments.device
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = default_device(bundle, arguments.engine)
         torch.set_num_threads(arguments.cpu_threads or default_threads())
         limits = EngineLimits(
             arguments.max_batch, arguments.max_beam_width, arguments.max_context, bundle.config.levels

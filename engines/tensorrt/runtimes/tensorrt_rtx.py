@@ -57,6 +57,9 @@ class TensorRTRtxRuntime(NvidiaRuntime):
         self.capabilities = capabilities
         self._targets = [known[capability] for capability in capabilities]
 
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "compute_capabilities": ",".join(self.capabilities)}
+
     def load(self, segment: Segment, plan: bytes) -> NvidiaProgram:
         if not torch.cuda.is_available():
             raise EngineError("TensorRT-RTX loads plans on a GPU, and this machine has none that torch can use")
