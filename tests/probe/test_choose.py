@@ -74,3 +74,15 @@ def test_speeds_choose_the_fastest_within_bounds_and_bf16_without_a_gain() -> No
     assert slow.recipe == "bf16" and "fp8_row: 1.05x the speed of BF16 is not above 1.05x" in slow.reason
     only = choose("grouped", {"fp8_row": error(0.01), "fp8_block": error(0.3)}, {"fp8_block": 2.0})
     assert only.recipe == "bf16" and "fp8_row: no kernel was measured" in only.reason
+
+
+def test_an_engine_s_candidates_take_the_place_of_the_usual_ones() -> None:
+    errors = {"fp8_row": error(0.01), "fp8_block": error(0.01), "fp8_tensor": error(0.1)}
+    assert choose("linear", errors, candidates=("fp8_tensor",)).recipe == "fp8_tensor"
+    choice = choose("linear", errors | {"fp8_tensor": error(0.3)}, candidates=("fp8_tensor",))
+    assert choice.recipe == "bf16" and "fp8_tensor: floored MERE 0.300 is not below 0.2" in choice.reason
+    assert fixed("linear", "fp8_tensor", errors, ("fp8_tensor",)).recipe == "fp8_tensor"
+    replaced = fixed("grouped", "fp8_tensor", errors, ("fp8_block",))
+    assert (replaced.recipe, replaced.reason) == ("fp8_block", "the engine does not run fp8_tensor here")
+    assert fixed("grouped", "bf16", errors, ("fp8_block",)).recipe == "bf16"
+    assert fixed("router", "fp8_tensor", errors, ("fp8_row",)).recipe == "bf16"
