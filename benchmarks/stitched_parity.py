@@ -3,16 +3,21 @@
 python -m benchmarks.stitched_parity --out FILE --bundle BUNDLE ... --histories FILE [--rows 500]
 
 Bundles are built with --engine tensorrt on a CPU. Both engines round where the recipes say and carry float32 between:
-what differs is the order of sums, and then the few values that fall to another BF16 or E4M3 number. Logits are compared
-level by level for the beams that the tensorrt engine extended.
+what differs is the order of sums, and then the few values that fall to another BF16 or E4M3 number, after which every
+later rounding falls anew. A bundle in bf16 is therefore compared without the rounding of inputs as well, as
+float32 in both engines. Logits are compared level by level for the beams that the tensorrt engine extended.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 
 from benchmarks.environment import describe_environment
@@ -25,16 +30,25 @@ from loka_serve.engines.base import EngineLimits, EngineRequest, RequestBatch
 from loka_serve.engines.reference import ReferenceEngine
 from loka_serve.engines.tensorrt.artifacts import Artifacts
 from loka_serve.engines.tensorrt.engine import TensorRTEngine
+from loka_serve.engines.tensorrt.operations.reference import ReferenceOperations
+from loka_serve.engines.tensorrt.runtimes.onnxruntime import OnnxRuntime
+from loka_serve.quantization.methods import SiteMethod
 
 TOP_K = 50
 
 
-def parity(bundle: Bundle, requests: list[EngineRequest], batch: int) -> dict[str, Any]:
-    """Logits by level, top-50 sets and scores over all requests."""
+def parity(bundle: Bundle, requests: list[EngineRequest], batch: int, rounded: bool = True) -> dict[str, Any]:
+    """Logits by level, top-50 sets and scores over all requests.
+
+    Args:
+        rounded: inputs of bf16 sites are rounded, as the recipe says; otherwise both engines carry them in float32.
+    """
     config = bundle.config
     limits = EngineLimits(batch, max(request.beam_width for request in requests), config.max_context, config.levels)
     stitched = TensorRTEngine(bundle, limits, "cpu")
     reference = ReferenceEngine(bundle.load_model("cpu"), bundle.catalog, limits, "cpu")
+    if not rounded:
+        leave_inputs_unrounded(stitched, reference)
     errors: list[list[dict[str, Any]]] = []
     equal, overlaps, largest = [], [], 0.0
     for start in range(0, len(requests), batch):
@@ -65,6 +79,34 @@ def parity(bundle: Bundle, requests: list[EngineRequest], batch: int) -> dict[st
     }
 
 
+def leave_inputs_unrounded(stitched: TensorRTEngine, reference: ReferenceEngine) -> None:
+    """Let a bf16 bundle's sites multiply float32 inputs, whose weights are still bfloat16 numbers."""
+    for site in reference.model.sites().values():
+        assert isinstance(site.method, SiteMethod)
+        site.weight = torch.nn.Parameter(site.method.dequantized_weight(), requires_grad=False)
+        site.method = None
+    assert isinstance(stitched.decoder.operations, ReferenceOperations)
+    for layer in stitched.decoder.operations.moe:
+        stitched.decoder.operations.moe[layer] = reference.model.layers[layer].get_submodule("moe")
+    runtime = OnnxRuntime()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        for file in next(iter(stitched.decoder.segments.values())).file.parent.glob("weights-*"):
+            shutil.copy(file, directory)  # the runtime follows no links
+        for name, segment in stitched.decoder.segments.items():
+            model = onnx.load(segment.file, load_external_data=False)
+            casts = [node for node in model.graph.node if node.op_type == "Cast"]
+            for node in casts:
+                node.attribute[0].i = onnx.TensorProto.FLOAT
+            cast = {name for node in casts for name in node.output}
+            for info in model.graph.value_info:
+                if info.name in cast:
+                    info.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+            file = directory / segment.file.name
+            onnx.save(model, file)
+            stitched.decoder.programs[name] = runtime.load(replace(segment, file=file), b"")
+
+
 def _top(leaves: np.ndarray, scores: np.ndarray) -> dict[int, float]:
     kept = zip(leaves[:TOP_K].tolist(), scores[:TOP_K].tolist(), strict=True)
     return {leaf: score for leaf, score in kept if leaf >= 0}
@@ -91,14 +133,17 @@ def main() -> None:
     result = ResultFile(arguments.out, {"environment": describe_environment()})
     for path, bundle in bundles.items():
         requests = requests_of(bundle, arguments.histories, arguments.rows, bundle.config.beam_width)
-        row = {
-            "name": path.name,
-            "runtime": Artifacts.load(path).runtime,
-            "recipes": sorted(set(bundle.plan.recipes.values())),
-            **parity(bundle, requests, arguments.batch),
-        }
-        print(row, flush=True)
-        result.add(row)
+        recipes = sorted(set(bundle.plan.recipes.values()))
+        for rounded in (True, False) if recipes == ["bf16"] else (True,):
+            row = {
+                "name": path.name,
+                "runtime": Artifacts.load(path).runtime,
+                "recipes": recipes,
+                "inputs_rounded": rounded,
+                **parity(bundle, requests, arguments.batch, rounded),
+            }
+            print(row, flush=True)
+            result.add(row)
 
 
 if __name__ == "__main__":
