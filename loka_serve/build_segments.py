@@ -14,6 +14,7 @@ from loka_serve.config import LEAST_BEAM_LIMIT, SERVED_BATCH
 from loka_serve.engines.base import EngineLimits
 from loka_serve.engines.hopper.buckets import Buckets
 from loka_serve.engines.hopper.options import HopperOptions
+from loka_serve.engines.hopper.support import check_device
 from loka_serve.engines.tensorrt.artifacts import build_artifacts
 from loka_serve.engines.tensorrt.export import export
 from loka_serve.engines.tensorrt.runtimes import make_runtime
@@ -38,11 +39,13 @@ class SegmentBuild:
 
     @classmethod
     def of(cls, config: BuildConfig, device: torch.device) -> SegmentBuild:
-        """Raises EngineError: a recipe that segments do not run, or a runtime that is not installed."""
+        """Raises EngineError: a recipe that segments do not run, a runtime that is not installed, another GPU."""
         check_recipe(config.recipe)
         name = config.trt_runtime
         if name == "auto":
             name = "tensorrt" if device.type == "cuda" else "onnxruntime"
+        if device.type == "cuda" and name != "tensorrt-rtx":
+            check_device(device)
         # TensorRT-RTX refuses Hopper, where alone our kernels between the segments run.
         return cls(make_runtime(name, device), name in RUN_ANYWHERE or name == "tensorrt")
 

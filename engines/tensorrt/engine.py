@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from loka_serve.bundle import Bundle
+from loka_serve.bundle import DISPATCH_FILE, Bundle
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.engines.base import BeamResult, EngineLimits, RequestBatch
 from loka_serve.engines.hopper.batches import IN_FLIGHT, Ticket
@@ -141,7 +141,9 @@ def make_operations(bundle: Bundle, device: torch.device, options: HopperOptions
 
     model = bundle.load_model(device, torch.bfloat16, cache_weight=False)
     _drop_dense_sites(model)
-    return KernelOperations(model, Dispatch.unmeasured(device), options)
+    file = bundle.path / DISPATCH_FILE
+    dispatch = Dispatch.load(file, device) if file.exists() else Dispatch.unmeasured(device)
+    return KernelOperations(model, dispatch, options)
 
 
 def _drop_dense_sites(model: OneRecV2) -> None:
