@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,10 +17,10 @@ from loka_serve.engines.hopper.buckets import Buckets
 from loka_serve.engines.hopper.options import HopperOptions
 from loka_serve.engines.hopper.support import check_device
 from loka_serve.engines.tensorrt.artifacts import build_artifacts
-from loka_serve.engines.tensorrt.export import export
 from loka_serve.engines.tensorrt.runtimes import make_runtime
 from loka_serve.engines.tensorrt.runtimes.base import SegmentRuntime
 from loka_serve.engines.tensorrt.support import check_recipe
+from loka_serve.errors import EngineError
 from loka_serve.models.config import OneRecV2Config
 from loka_serve.quantization.plan import PrecisionPlan
 
@@ -41,6 +42,8 @@ class SegmentBuild:
     def of(cls, config: BuildConfig, device: torch.device) -> SegmentBuild:
         """Raises EngineError: a recipe that segments do not run, a runtime that is not installed, another GPU."""
         check_recipe(config.recipe)
+        if find_spec("onnx") is None:
+            raise EngineError("--engine tensorrt: ONNX is not installed: pip install 'loka-serve[onnxruntime]'")
         name = config.trt_runtime
         if name == "auto":
             name = "tensorrt" if device.type == "cuda" else "onnxruntime"
@@ -61,6 +64,8 @@ class SegmentBuild:
         Raises:
             EngineError: names the segment that the runtime does not build.
         """
+        from loka_serve.engines.tensorrt.export import export  # needs onnx, which other engines do without
+
         stitching = export(model, plan, sorted(stage.glob("weights-*.safetensors")), self.runtime.dtype)
         limits = EngineLimits(SERVED_BATCH, max(model.beam_width, LEAST_BEAM_LIMIT), model.max_context, model.levels)
         with bar("build segments", len(stitching.segments)) as progress:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,13 @@ def test_sites_take_what_the_engine_runs(recipe: str, tmp_path: Path) -> None:
     experts = {recipe for site, recipe in recipes.items() if ".moe." in site and not site.endswith(".router")}
     dense = {recipe for site, recipe in recipes.items() if site.startswith("layers.") and ".moe." not in site}
     assert (experts, dense) == ({"fp8_block"}, {"fp8_tensor"})
+
+
+def test_onnx_is_needed_by_that_engine_alone(tmp_path: Path) -> None:
+    arguments = build_arguments(tmp_path, "--engine", "tensorrt", "--quiet")
+    program = (
+        f"import sys; sys.modules['onnx'] = None; from loka_serve.build import main; sys.exit(main({arguments!r}))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    expected = "error: --engine tensorrt: ONNX is not installed: pip install 'loka-serve[onnxruntime]'\n"
+    assert (result.returncode, result.stderr) == (EXIT_ERROR, expected)

@@ -16,7 +16,7 @@ try:
     import numpy as np
     import onnxruntime
 except ImportError as error:
-    raise EngineError("ONNX Runtime is not installed: pip install 'loka-serve[tensorrt]'") from error
+    raise EngineError("ONNX Runtime is not installed: pip install 'loka-serve[onnxruntime]'") from error
 
 NUMPY_TYPES = {"float32": np.float32, "int32": np.int32, "int64": np.int64}
 
