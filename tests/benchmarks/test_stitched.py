@@ -33,19 +33,16 @@ def scores(decoder: BatchDecoder) -> NDArray[np.float32]:
     return result.scores
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.08), ("fp8", 0.5)])
-def test_both_engines_hold_the_same_model(
-    precision: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_engines_hold_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":  # where nothing is measured
         monkeypatch.setattr("benchmarks.stitched.dispatch_for", lambda *arguments: Dispatch.unmeasured(DEVICE))
-    opened = setting(precision)
+    opened = setting("fp8")
     hopper, dispatch = open_hopper(opened)
     (tmp_path / "weights").mkdir()
     stitched = open_stitched(opened, dispatch, tmp_path / "weights")
     found, wanted = scores(stitched), scores(hopper)
     # Activations are bfloat16 in both; E4M3 codes of inputs have one scale here and a scale a row there.
-    assert np.abs(found - wanted).max() < tolerance < wanted.max() - wanted.min()
+    assert np.abs(found - wanted).max() < 0.5 < wanted.max() - wanted.min()
     calls = segment_calls(stitched.stitching, BUCKET)
     assert calls[0] == ("context-projection", 2 * 10)
     assert {rows for _, rows in calls[1:]} == {2, 12}

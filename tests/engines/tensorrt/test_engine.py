@@ -63,8 +63,7 @@ def check_equal(found: BeamResult, expected: BeamResult, tolerance: float) -> No
         assert np.mean(near) > 0.8  # a code that fell to the other side moves its own beam's score
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "torch"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "runtime"), [*((case, "onnxruntime") for case in CASES), ("fp8_tensor", "torch")])
 def test_computes_what_the_reference_engine_computes(case: str, runtime: str, tmp_path: Path) -> None:
     recipe, config = CASES[case]
     flags = ("--engine", "tensorrt", "--recipe", recipe, "--mods", "none", "--trt-runtime", runtime)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from loka_serve.bundle import Bundle
-from loka_serve.engines.tensorrt.__main__ import main
+from loka_serve.engines.tensorrt.__main__ import inspect, main
 from loka_serve.engines.tensorrt.artifacts import Artifacts
 from loka_serve.errors import EngineError
 from tests.building import CONFIG
@@ -20,7 +21,9 @@ FLAGS = ("--engine", "tensorrt", "--recipe", "fp8_tensor")
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     pytest.importorskip("tensorrt_rtx")
-    return build_bundle(tmp_path_factory.mktemp("rtx"), *FLAGS, "--trt-runtime", "tensorrt-rtx")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("loka_serve.build_segments.SERVED_BATCH", 2)  # few profiles are soon built
+        return build_bundle(tmp_path_factory.mktemp("rtx"), *FLAGS, "--trt-runtime", "tensorrt-rtx")
 
 
 def test_plans_are_told_with_products_bytes_and_commands(planned: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +51,22 @@ def test_one_segment(planned: Bundle, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.startswith("error: segment 'tails-1': expected one of ")
 
 
+def test_a_plan_s_layers_say_what_was_fused(planned: Bundle) -> None:
+    entry = {
+        "Name": "gemm_fp8",
+        "LayerType": "gemm",
+        "Inputs": [{"Format/Datatype": "FP8 row major"}],
+        "Outputs": [{"Format/Datatype": "BF16 row major"}],
+        "Metadata": "[ONNX Layer: context.projected]",
+    }
+    lines = list(inspect(planned, "context-projection", True, lambda segment: json.dumps({"Layers": [entry]})))
+    assert "  context.projected: FP8 x FP8, fused" in lines
+    assert "  layer gemm_fp8 (gemm): FP8 row major -> BF16 row major" in lines
+    entry["Inputs"] = [{"Format/Datatype": "BF16 row major"}]
+    lines = list(inspect(planned, "context-projection", False, lambda segment: json.dumps({"Layers": [entry]})))
+    assert "  context.projected: FP8 x FP8, NOT fused" in lines
+
+
 def test_profiles_hold_every_batch_within_the_limits(planned: Bundle) -> None:
     artifacts = Artifacts.load(planned.path)
     limits = artifacts.limits
@@ -63,8 +82,8 @@ def test_profiles_hold_every_batch_within_the_limits(planned: Bundle) -> None:
 def test_plans_of_tensorrt_rtx_are_not_served_on_a_cpu(planned: Bundle) -> None:
     from loka_serve.engines import load_engine
 
-    with pytest.raises(EngineError, match=r"bfloat16|on a GPU"):
-        load_engine(planned, "tensorrt", "cpu", planned.limits)
+    with pytest.raises(EngineError, match="TensorRT-RTX loads plans on a GPU, and this machine has none"):
+        load_engine(planned, "tensorrt", "cpu", Artifacts.load(planned.path).limits)
 
 
 def test_a_bundle_of_another_engine_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

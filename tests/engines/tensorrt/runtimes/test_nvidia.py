@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loka_serve.engines.tensorrt.runtimes.base import Segment, TensorSpec
-from loka_serve.engines.tensorrt.runtimes.nvidia import NvidiaProgram
+from loka_serve.engines.tensorrt.runtimes.nvidia import NvidiaProgram, NvidiaRuntime
 from loka_serve.engines.tensorrt.runtimes.tensorrt import TensorRTRuntime
 from loka_serve.errors import EngineError
 
@@ -112,6 +112,49 @@ def test_scratch_must_be_large_enough_and_may_be_exchanged() -> None:
     scratch = torch.empty(1000, dtype=torch.uint8)
     program.use_scratch(scratch)
     assert engine.contexts[0].calls[-1] == ("set_device_memory", scratch.data_ptr(), 1000)
+
+
+class RecordingConfig:
+    """A builder's configuration that starts from a timing cache and gives a longer one back."""
+
+    def __init__(self) -> None:
+        self.cache = b""
+
+    def create_timing_cache(self, content: bytes) -> bytes:
+        return content
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> None:
+        assert ignore_mismatch
+        self.cache = cache
+
+    def get_timing_cache(self) -> Any:
+        return SimpleNamespace(serialize=lambda: bytearray(self.cache + b" and more"))
+
+
+def test_the_next_build_starts_from_what_the_last_one_timed() -> None:
+    runtime, config = NvidiaRuntime(SimpleNamespace(__version__="11.4")), RecordingConfig()
+    runtime._start_from(config, b"earlier")
+    assert runtime._timings(config) == b"earlier and more"
+    assert runtime.environment() == {"version": "11.4"}
+
+
+def test_a_plan_that_does_not_load_is_said_to_be_of_another_version() -> None:
+    class Refusing:
+        def __init__(self, logger: Any) -> None:
+            self.logger = logger
+
+        def deserialize_cuda_engine(self, plan: bytes) -> None:
+            self.logger.log(1, "version 10.9 found,\n expected 11.4")
+
+    severities = {"INTERNAL_ERROR": 0, "ERROR": 1, "WARNING": 2, "__init__": lambda self: None}
+    api = SimpleNamespace(__version__="11.4", ILogger=type("ILogger", (), severities), Runtime=Refusing)
+    runtime = NvidiaRuntime(api)
+    runtime.name = "tensorrt"
+    expected = (
+        r"segment part: tensorrt 11.4 does not load its plan, .*\(version 10.9 found, expected 11.4\): build the bundle"
+    )
+    with pytest.raises(EngineError, match=expected):
+        runtime.load(SEGMENT, b"plan")
 
 
 def test_without_tensorrt_or_a_gpu_it_says_what_is_needed() -> None:
