@@ -12,12 +12,12 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
+from loka_serve.engines.tensorrt.schemas import LOKA_DOMAIN, LOKA_VERSION
 from loka_serve.errors import EngineError
 from loka_serve.tensor_files import TensorPlace, tensor_places
 
 OPSET = 23
 """RMSNormalization, and DequantizeLinear with a type of its own, are there from this version on."""
-LOKA_DOMAIN, LOKA_VERSION = "loka", 1
 IR_VERSION = 11
 
 

@@ -9,6 +9,7 @@ import onnx
 
 from loka_serve.engines.tensorrt.builder import bundle_tensors
 from loka_serve.engines.tensorrt.graph import build_graph
+from loka_serve.engines.tensorrt.schemas import register
 from loka_serve.engines.tensorrt.segments import split_graph
 from loka_serve.engines.tensorrt.steps import Stitching
 from loka_serve.errors import EngineError
@@ -28,6 +29,7 @@ def export(config: OneRecV2Config, plan: PrecisionPlan, weight_files: Sequence[P
     Raises:
         EngineError: a plan that the graph cannot express, or a graph that ONNX's checker objects to.
     """
+    register()
     directory = weight_files[0].parent
     model = build_graph(config, plan, bundle_tensors(weight_files), dtype)
     (directory / MODEL_FILE).write_bytes(model.SerializeToString(deterministic=True))
@@ -35,7 +37,7 @@ def export(config: OneRecV2Config, plan: PrecisionPlan, weight_files: Sequence[P
     for file in (directory / MODEL_FILE, *(segment.file for segment in stitching.segments)):
         try:
             # By path, so that the external data is checked too.
-            onnx.checker.check_model(str(file), full_check=True)
+            onnx.checker.check_model(str(file), full_check=True, check_custom_domain=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             raise EngineError(f"{file.name}: not valid ONNX: {str(error).splitlines()[0]}") from error
     return stitching

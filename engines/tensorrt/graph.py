@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from loka_serve.engines.tensorrt.builder import LOKA_DOMAIN, ONNX_TYPES, GraphBuilder, Value
+from loka_serve.engines.tensorrt.builder import ONNX_TYPES, GraphBuilder, Value
+from loka_serve.engines.tensorrt.schemas import LOKA_DOMAIN
 from loka_serve.engines.tensorrt.steps import BATCH, BEAMS, CONTEXT
 from loka_serve.engines.tensorrt.support import check_plan
 from loka_serve.models.config import OneRecV2Config

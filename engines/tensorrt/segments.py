@@ -15,8 +15,9 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from loka_serve.engines.tensorrt.builder import LOKA_DOMAIN, ONNX_TYPES, Value, make_model
+from loka_serve.engines.tensorrt.builder import ONNX_TYPES, Value, make_model
 from loka_serve.engines.tensorrt.runtimes.base import DTYPES, ROWS, Segment, TensorSpec
+from loka_serve.engines.tensorrt.schemas import LOKA_DOMAIN
 from loka_serve.engines.tensorrt.steps import OperationStep, SegmentStep, Stitching
 from loka_serve.errors import EngineError
 

@@ -36,5 +36,6 @@ def test_compiled_segments_give_the_same(tmp_path: Path) -> None:
             eager.load(segment, b"").run(inputs, wanted)
             for name, tensor in found.items():
                 distance = (tensor.float() - wanted[name].float()).norm() / wanted[name].float().norm()
-                # Fused, a norm is rounded once less before it is quantized: some codes fall the other way.
-                assert distance < 2e-2, (segment.name, rows, name)
+                # Fused, values are rounded to BF16 less often before they are quantized, so codes fall the other way:
+                # 0.04 was seen behind four products on an H200, about one E4M3 rounding's error. Another path gives 1.
+                assert distance < 0.08, (segment.name, rows, name)

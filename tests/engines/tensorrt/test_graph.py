@@ -109,3 +109,15 @@ def test_experts_keep_to_the_kernels_recipes() -> None:
     model = random_model()
     with pytest.raises(EngineError, match=r"moe.router: recipe fp8_tensor: .* runs bf16, fp8_row, fp8_block there"):
         build_graph(TINY, PrecisionPlan.uniform(model.sites(), "fp8_tensor"), {}, "bfloat16")
+
+
+def test_the_checker_knows_our_operations(tmp_path: Path) -> None:
+    model = random_model()
+    plan = mixed_plan(model)
+    export(TINY, plan, write_weights(tmp_path, model, plan), "float32")
+    whole = onnx.load(tmp_path / MODEL_FILE, load_external_data=False)
+    attention = next(node for node in whole.graph.node if node.op_type == "BeamAttention")
+    del attention.attribute[0]
+    onnx.save(whole, tmp_path / MODEL_FILE)
+    with pytest.raises(onnx.checker.ValidationError, match="Required attribute '.*' is missing"):
+        onnx.checker.check_model(str(tmp_path / MODEL_FILE), check_custom_domain=True)
