@@ -30,9 +30,9 @@ LEAST_BEAM_LIMIT = 128
 """What a server takes at least unless told: a model with few beams by default still answers for many items."""
 SERVED_BATCH = 32
 """Requests of a batch that a server takes unless its settings say otherwise."""
-HOPPER = "the hopper engine (others ignore these)"
+HOPPER = "the hopper engine, and tensorrt on a GPU (others ignore these)"
 SECURITY = "security"
-DRIFT = "the drift guard (with the reference engine only, for now; hopper ignores these)"
+DRIFT = "the drift guard (with the reference engine only, for now; others ignore these)"
 
 
 @dataclass(frozen=True)
