@@ -139,6 +139,21 @@ class ServerConfig:
     max_queue: int = setting(
         Integer(1, 1 << 20), "most requests that wait; beyond that the answer is 429", "limits", 1024
     )
+    max_batch_cost: int = setting(
+        Integer(0, 1 << 40),
+        "most requests x widest beam x longest history of a batch, which a single request may exceed; 0 for no bound",
+        "batching",
+        0,
+    )
+    tenant_header: str = setting(
+        Text(),
+        "name of a request header that tells tenants apart: they share the engine fairly (default: none)",
+        "batching",
+        "",
+    )
+    queue_share: float = setting(
+        Number(0.001, 1), "part of the queue that one tenant, or bulk requests together, may hold", "batching", 0.5
+    )
     max_connections: int = setting(
         Integer(1, 1 << 20), "most open connections; beyond that new ones are closed at once", "limits", 8192
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -26,6 +26,7 @@ class RequestFields(TypedDict, total=False):
     exclude_history: bool
     filter: Mapping[str, Sequence[str | int | float | bool]]
     fields: Sequence[str]
+    priority: Literal["interactive", "bulk"]
     timeout_ms: float | None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loka_serve.server.batcher import Answer
+from loka_serve.server.flights import Answer
 from loka_serve.server.messages import unpack_integers, unpack_scores
 from loka_serve.server.resolution import ResolvedRequest
 

@@ -7,14 +7,18 @@ which sends what is due and otherwise sets a timer. A request that is done for (
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from loka_serve.server.batch_log import BatchLog, BatchRecord
-from loka_serve.server.messages import CATALOG, EXCEPTION, INVALID, NAN, Batch, BatchResult, WireRequest, WireResult
+from loka_serve.server.batch_log import BatchLog
+from loka_serve.server.flights import Answer, Flight, record_of
+from loka_serve.server.messages import CATALOG, EXCEPTION, INVALID, NAN, Batch, BatchResult, WireRequest
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import CANCELLED, DEADLINE, FAILED, QUEUE_FULL, UNAVAILABLE, ProblemError
+from loka_serve.server.queue import BULK, INTERACTIVE, RequestQueue, Ticket
 from loka_serve.server.summary import Window
 
 MAX_IN_FLIGHT = 2
@@ -26,45 +30,24 @@ FAILURES = {
     INVALID: "the engine's answer to this request was not valid",
     EXCEPTION: "the engine could not compute this request",
 }
+CAUTION = 1.25  # of the time that an answer is expected to take: one that comes just too late is work for nothing
 LEAD_SHARE, LEAD_SECONDS = 0.1, 0.001  # how long before the engine falls idle the next batch is sent
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the engine gave for one request, how long it waited, and the batch that it shared."""
-
-    result: WireResult
-    queue_seconds: float
-    batch: BatchRecord
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request on its way: in the queue (`sent` None) or in a batch. `future` is an Answer or a ProblemError."""
-
-    wire: WireRequest
-    catalog_version: str
-    arrival: float
-    future: asyncio.Future[Answer]
-    timer: asyncio.TimerHandle | None = None
-    sent: float | None = None
-
-
-@dataclass
-class _Flight:
-    tickets: list[Ticket]
-    catalog_version: str
-    sent: float
-    started: float  # when the engine began it: batches run one after the other
-
-
-@dataclass(frozen=True)
 class BatchSettings:
-    """Seconds and counts that batching goes by."""
+    """Seconds and counts that batching goes by.
+
+    Attributes:
+        max_cost: requests x widest beam x longest context of a batch.
+        queue_share: part of the queue that one tenant, or bulk requests together, may hold.
+    """
 
     max_batch: int
     max_delay: float
     max_queue: int
+    max_cost: float = math.inf
+    queue_share: float = 1.0
 
 
 @dataclass
@@ -80,8 +63,7 @@ class Batcher:
     metrics: ServerMetrics
     window: Window
     log: BatchLog = field(default_factory=BatchLog)
-    _waiting: dict[Ticket, None] = field(default_factory=dict)  # a queue that is ordered and forgets in O(1)
-    _flights: dict[int, _Flight] = field(default_factory=dict)
+    _flights: dict[int, Flight] = field(default_factory=dict)
     _reserved: int = 0
     _up: bool = False
     _swapping: bool = False
@@ -89,6 +71,10 @@ class Batcher:
     _timer: asyncio.TimerHandle | None = None
     _mean_seconds: float = 0.0
     _down_reason: str = "the engine is starting"
+    _reserved_by: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._waiting = RequestQueue(self.settings.max_batch, self.settings.max_cost)
 
     @property
     def queue_depth(self) -> int:
@@ -104,33 +90,52 @@ class Batcher:
         if not self._up:
             raise ProblemError(UNAVAILABLE, self._down_reason, retry_after=RETRY_SECONDS)
 
-    def reserve(self) -> None:
+    def reserve(self, tenant: str = "") -> None:
         """Take a place in the queue before the body is read; `release` gives it back.
 
         Raises:
-            ProblemError: 503 without an engine, 429 if the queue is full.
+            ProblemError: 503 without an engine, 429 if the queue is full, or the tenant's part of it.
         """
-        self._check()
+        self._check(tenant)
         self._reserved += 1
+        if tenant:
+            self._reserved_by[tenant] += 1
 
-    def release(self) -> None:
+    def release(self, tenant: str = "") -> None:
         """Give the place back, to leave or to `submit`."""
         self._reserved -= 1
+        if tenant:
+            self._reserved_by[tenant] -= 1
+            if not self._reserved_by[tenant]:
+                del self._reserved_by[tenant]
 
-    def submit(self, wire: WireRequest, catalog_version: str, arrival: float, timeout: float) -> Ticket:
+    def submit(
+        self,
+        wire: WireRequest,
+        catalog_version: str,
+        arrival: float,
+        timeout: float,
+        *,
+        context: int = 0,
+        priority: str = INTERACTIVE,
+        tenant: str = "",
+    ) -> Ticket:
         """Queue a request that arrived at `arrival` (of time.monotonic) and has `timeout` seconds from then.
 
         Raises:
-            ProblemError: 503 without an engine, 429 if the queue is full. A deadline in the past shows in the future.
+            ProblemError: 503 without an engine, 429 if the queue (or the part of it that is open to this tenant and
+                priority) is full, or so full that the deadline would pass. One in the past shows in the future.
         """
-        self._check()
+        self._check(tenant, priority)
         loop = asyncio.get_running_loop()
-        ticket = Ticket(wire, catalog_version, arrival, loop.create_future())
-        left = arrival + timeout - time.monotonic()
+        deadline = arrival + timeout
+        ticket = Ticket(wire, catalog_version, arrival, deadline, loop.create_future(), context, priority, tenant)
+        left = deadline - time.monotonic()
         if left <= 0:
             self._expire(ticket)
             return ticket
-        self._waiting[ticket] = None
+        self._require_hope(ticket, left)
+        self._waiting.add(ticket)
         ticket.timer = loop.call_later(left, self._expire, ticket)
         self._pump()
         return ticket
@@ -173,7 +178,7 @@ class Batcher:
         self._up = self._swapping = False
         self._down_reason = reason
         for batch_id, flight in self._flights.items():
-            self.log.add(_record(batch_id, flight, {}, len(flight.tickets), reason))
+            self.log.add(record_of(batch_id, flight, {}, len(flight.tickets), reason))
         tickets = [*self._waiting, *(ticket for flight in self._flights.values() for ticket in flight.tickets)]
         self._flights.clear()
         for ticket in tickets:
@@ -198,7 +203,7 @@ class Batcher:
             self._mean_seconds += (SMOOTHING if self._mean_seconds else 1.0) * (engine_seconds - self._mean_seconds)
         self.metrics.batch_finished(message.timings)
         failed = sum(result.error is not None for result in message.results)
-        record = self.log.add(_record(message.batch_id, flight, message.timings, failed))
+        record = self.log.add(record_of(message.batch_id, flight, message.timings, failed))
         for ticket, result in zip(flight.tickets, message.results, strict=True):
             self.metrics.queue_seconds.observe(flight.started - ticket.arrival)
             if result.error == CATALOG:
@@ -215,11 +220,41 @@ class Batcher:
             self._forget(ticket)
         self._pump()
 
-    def _check(self) -> None:
+    def _check(self, tenant: str = "", priority: str = INTERACTIVE) -> None:
         self.require_up()
-        if self.queue_depth >= self.settings.max_queue:
-            batches = -(-self.queue_depth // self.settings.max_batch)
-            raise ProblemError(QUEUE_FULL, "too many requests are waiting", retry_after=batches * self._mean_seconds)
+        room = self.settings.max_queue
+        if self.queue_depth >= room:
+            raise self._full("too many requests are waiting")
+        part = max(1, int(self.settings.queue_share * room))
+        if tenant and self._waiting.held_by(tenant) + self._reserved_by[tenant] >= part:
+            raise self._full("too many requests of this tenant are waiting")
+        if priority == BULK and self._waiting.held_by(BULK) >= part:
+            raise self._full("too many bulk requests are waiting")
+
+    def _full(self, detail: str) -> ProblemError:
+        batches = -(-self.queue_depth // self.settings.max_batch)
+        return ProblemError(QUEUE_FULL, detail, retry_after=batches * self._mean_seconds)
+
+    def _require_hope(self, ticket: Ticket, left: float) -> None:
+        """Refuse at once what would only wait for its deadline, and keep others from theirs: overload ends here.
+
+        An engine without work is always tried: its mean may be one of larger batches.
+        """
+        if ticket.priority != INTERACTIVE or not self._mean_seconds or not (self._waiting or self._flights):
+            return
+        if self._seconds_behind(self._waiting.held_by(INTERACTIVE)) <= left:
+            return
+        seconds = self._seconds_behind(self._waiting.ahead_of(ticket.deadline, INTERACTIVE))
+        if seconds > left:
+            detail = f"too many requests are waiting: an answer would take {seconds:.3g} s, after its deadline"
+            raise ProblemError(QUEUE_FULL, detail, retry_after=seconds - left)
+
+    def _seconds_behind(self, ahead: int) -> float:
+        """Until the answer of a request that has so many ahead of it in the queue."""
+        started = self.busy_since()
+        begun = 0.0 if started is None else min(time.monotonic() - started, self._mean_seconds)
+        batches = len(self._flights) + ahead // self.settings.max_batch + 1
+        return CAUTION * (batches * self._mean_seconds - begun)
 
     def _expire(self, ticket: Ticket) -> None:
         where = "in the queue" if ticket.sent is None else "while the request was computed"
@@ -232,7 +267,7 @@ class Batcher:
         self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
-        self._waiting.pop(ticket, None)
+        self._waiting.remove(ticket)
         if ticket.timer is not None:
             ticket.timer.cancel()
 
@@ -244,45 +279,32 @@ class Batcher:
             due = self._due()
             if len(self._waiting) < self.settings.max_batch and now + TIMER_SECONDS < due:
                 break
-            self._dispatch(self._take(), now)
+            self._dispatch(self._waiting.take(), now)
             due = None
         self._set_timer(due, now)
 
     def _due(self) -> float:
         """When to stop waiting for company: after the oldest request's delay, but while the engine is busy there is
         nothing to gain from sending a small batch long before it falls idle."""
-        oldest = next(iter(self._waiting))
-        due = oldest.arrival + self.settings.max_delay
+        due = self._waiting.oldest.arrival + self.settings.max_delay
         started = self.busy_since()
         if started is None:
             return due
         lead = max(LEAD_SECONDS, LEAD_SHARE * self._mean_seconds)
         return max(due, started + self._mean_seconds - lead)
 
-    def _take(self) -> list[Ticket]:
-        """The oldest requests that share a catalog version, at most a full batch."""
-        tickets: list[Ticket] = []
-        for ticket in self._waiting:
-            if len(tickets) == self.settings.max_batch or (
-                tickets and ticket.catalog_version != tickets[0].catalog_version
-            ):
-                break
-            tickets.append(ticket)
-        return tickets
-
     def _dispatch(self, tickets: list[Ticket], now: float) -> None:
         batch = Batch(self._next_batch_id, tickets[0].catalog_version, [ticket.wire for ticket in tickets])
         self._next_batch_id += 1
         for ticket in tickets:
             ticket.sent = now
-            del self._waiting[ticket]
         try:
             self.send(batch)
         except ProblemError as error:
             for ticket in tickets:
                 self._fail(ticket, error)
             return
-        self._flights[batch.batch_id] = _Flight(tickets, batch.catalog_version, now, now)
+        self._flights[batch.batch_id] = Flight(tickets, batch.catalog_version, now, now)
         self.window.batch(len(tickets))
         lengths = [len(wire.history) for wire in batch.requests]  # in bytes: the ratio is the same
         self.metrics.batch_started(lengths, [wire.beam_width for wire in batch.requests])
@@ -291,18 +313,3 @@ class Batcher:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if due is None else asyncio.get_running_loop().call_later(due - now, self._pump)
-
-
-def _record(batch_id: int, flight: _Flight, timings: dict[str, float], failed: int, lost: str = "") -> BatchRecord:
-    """What is kept of a batch that is over now."""
-    return BatchRecord(
-        batch_id=batch_id,
-        catalog_version=flight.catalog_version,
-        beam_widths=[ticket.wire.beam_width for ticket in flight.tickets],
-        waits=[flight.started - ticket.arrival for ticket in flight.tickets],
-        failed=failed,
-        started=flight.started,
-        finished=time.monotonic(),
-        timings=timings,
-        lost=lost,
-    )

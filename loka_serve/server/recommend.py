@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from loka_serve.catalog.catalog import Catalog
 from loka_serve.server.answers import recommend_answer
-from loka_serve.server.batcher import Batcher, Ticket
+from loka_serve.server.batcher import Batcher
 from loka_serve.server.bodies import ReadingRoom, decode_batch, decode_recommend, read_body
 from loka_serve.server.encoding import json_response
 from loka_serve.server.middleware import RequestContext, context_of
@@ -33,6 +33,7 @@ from loka_serve.server.problems import (
     ProblemError,
     invalid,
 )
+from loka_serve.server.queue import Ticket
 from loka_serve.server.resolution import ResolvedRequest, ServedModel, resolve
 from loka_serve.server.schemas import RecommendRequest
 from loka_serve.server.state import ServerState
@@ -50,6 +51,7 @@ Decode = Callable[[bytes | msgspec.Raw], RecommendRequest]
 PLACE_SECONDS = 1.0  # that a body may take to arrive and keep its place in the queue; later it has to find a new one
 LEAST_ROOM_BYTES = 256 << 20
 LARGE_BODY_BYTES = 128 << 10  # beyond that a thread decodes, which lets the event loop in between
+LONGEST_TENANT = 128  # of its name; longer ones are cut, and share a place if they begin alike
 DECODED_AT_ONCE = 8  # elements of a batch between two looks at other clients
 
 
@@ -87,7 +89,7 @@ class RecommendRoutes:
         outcome = CANCELLED.outcome
         try:
             body = await self._read(request)
-            pending = await self._submit(body, context, decode)
+            pending = await self._submit(body, context, self._tenant(request), decode)
             await self._wait(request, [pending.ticket])
             response = respond(self._answer(pending, context.request_id, context))
             outcome = OK
@@ -118,7 +120,7 @@ class RecommendRoutes:
         submitted: list[Pending | ProblemError] = []
         try:
             for index, element in enumerate(elements):
-                submitted.append(await self._submit_element(element, context, index))
+                submitted.append(await self._submit_element(element, context, self._tenant(request), index))
                 if index % DECODED_AT_ONCE == DECODED_AT_ONCE - 1:
                     await asyncio.sleep(0)
             await self._wait(request, _tickets(submitted))
@@ -133,11 +135,16 @@ class RecommendRoutes:
         """The body; a place in the queue is held meanwhile, so that a full one refuses before anything is read."""
         config = self.state.config
         self.state.require_not_draining()
-        with place_in_queue(self.state.batcher):
+        with place_in_queue(self.state.batcher, self._tenant(request)):
             return await read_body(request, config.max_body_bytes, config.body_timeout_s, self._room)
 
+    def _tenant(self, request: Request) -> str:
+        """Who asks, by the header that the settings name; empty without one."""
+        name = self.state.config.tenant_header
+        return request.headers.get(name, "")[:LONGEST_TENANT] if name else ""
+
     async def _submit(
-        self, body: bytes | msgspec.Raw, context: RequestContext, decode: Decode = decode_recommend
+        self, body: bytes | msgspec.Raw, context: RequestContext, tenant: str, decode: Decode = decode_recommend
     ) -> Pending:
         model, catalogs = self.state.model, self.state.catalogs
         if memoryview(body).nbytes <= LARGE_BODY_BYTES:
@@ -147,15 +154,23 @@ class RecommendRoutes:
             if resolved.catalog not in (catalogs.live, catalogs.previous):  # replaced meanwhile: the engine forgets it
                 resolved = resolve(decode(body), model, catalogs.live)
         timeout = self.state.config.default_timeout_ms / 1000 if resolved.timeout is None else resolved.timeout
-        ticket = self.state.batcher.submit(resolved.wire, resolved.catalog.version, context.arrival, timeout)
+        ticket = self.state.batcher.submit(
+            resolved.wire,
+            resolved.catalog.version,
+            context.arrival,
+            timeout,
+            context=resolved.history_length,
+            priority=resolved.priority,
+            tenant=tenant,
+        )
         return Pending(resolved, ticket)
 
     async def _submit_element(
-        self, element: msgspec.Raw, context: RequestContext, index: int
+        self, element: msgspec.Raw, context: RequestContext, tenant: str, index: int
     ) -> Pending | ProblemError:
         """One request of a batch, or what is wrong with it: nothing in it may fail the others."""
         try:
-            return await self._submit(element, context)
+            return await self._submit(element, context, tenant)
         except ProblemError as error:
             return error
         except Exception:
@@ -215,20 +230,20 @@ class RecommendRoutes:
 
 
 @contextlib.contextmanager
-def place_in_queue(batcher: Batcher) -> Iterator[None]:
+def place_in_queue(batcher: Batcher, tenant: str = "") -> Iterator[None]:
     """Hold a place, but not for long: clients that send slowly must not fill the queue for those who do not.
 
     Raises:
-        ProblemError: 503 without an engine, 429 if the queue is full.
+        ProblemError: 503 without an engine, 429 if the queue is full, or the tenant's part of it.
     """
-    batcher.reserve()
+    batcher.reserve(tenant)
     is_held = True
 
     def give_back() -> None:
         nonlocal is_held
         if is_held:
             is_held = False
-            batcher.release()
+            batcher.release(tenant)
 
     timer = asyncio.get_running_loop().call_later(PLACE_SECONDS, give_back)
     try:

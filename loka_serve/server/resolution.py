@@ -58,6 +58,7 @@ class ResolvedRequest:
         unknown_items: items of the history that the catalog does not have.
         fields: attributes to answer with.
         timeout: seconds from arrival; None for the server's default.
+        priority: `interactive` or `bulk`.
     """
 
     wire: WireRequest
@@ -66,6 +67,7 @@ class ResolvedRequest:
     unknown_items: int
     fields: tuple[str, ...]
     timeout: float | None
+    priority: str
 
 
 def resolve(request: RecommendRequest, model: ServedModel, catalog: Catalog) -> ResolvedRequest:
@@ -94,6 +96,7 @@ def resolve(request: RecommendRequest, model: ServedModel, catalog: Catalog) -> 
         unknown_items=len(request.history or []) - len(items),
         fields=_fields(request.fields, catalog),
         timeout=None if request.timeout_ms is None else request.timeout_ms / 1000,
+        priority=request.priority,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -54,6 +54,10 @@ class RecommendRequest(Struct, frozen=True, forbid_unknown_fields=True):
         Meta(description="attribute -> values: an item must have one of the values of every attribute named."),
     ] = {}
     fields: Annotated[list[Name], Meta(description="Item attributes to put into the answer's items.")] = []
+    priority: Annotated[
+        Literal["interactive", "bulk"],
+        Meta(description="While both wait, bulk requests get a tenth of the engine's time; alone all of it."),
+    ] = "interactive"
     timeout_ms: (
         Annotated[float, Meta(ge=1, le=LONGEST_TIMEOUT_MS, description="The answer is 504 when it takes longer.")]
         | None

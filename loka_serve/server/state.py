@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -146,7 +147,9 @@ def build_state(config: ServerConfig, model: ServedModel, catalog: Catalog, comm
         metrics,
     )
     delay_ms = DEFAULT_DELAY_MS if config.max_delay_ms is None else config.max_delay_ms
-    settings = BatchSettings(model.max_batch, delay_ms / 1000, config.max_queue)
+    settings = BatchSettings(
+        model.max_batch, delay_ms / 1000, config.max_queue, config.max_batch_cost or math.inf, config.queue_share
+    )
     batcher = Batcher(settings, engine.send_batch, metrics, window)
     engine.batcher = batcher
     metrics.queue_depth.set_function(lambda: batcher.queue_depth)

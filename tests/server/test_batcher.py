@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from loka_serve.server.batcher import Batcher, BatchSettings, Ticket
+from loka_serve.server.batcher import Batcher, BatchSettings
 from loka_serve.server.messages import Batch, BatchResult, WireRequest, WireResult, pack_integers, unpack_integers
 from loka_serve.server.metrics import ServerMetrics
 from loka_serve.server.problems import ProblemError
+from loka_serve.server.queue import Ticket
 from loka_serve.server.summary import Window
 
 LONG = 60.0
@@ -27,9 +30,11 @@ class Bench:
         if up:
             self.batcher.engine_up()
 
-    def submit(self, mark: int = 0, beam_width: int = 8, timeout: float = LONG, version: str = "v1") -> Ticket:
+    def submit(
+        self, mark: int = 0, beam_width: int = 8, timeout: float = LONG, version: str = "v1", **fields: Any
+    ) -> Ticket:
         wire = WireRequest(pack_integers([mark] * 3), [], beam_width, 5)
-        return self.batcher.submit(wire, version, time.monotonic(), timeout)
+        return self.batcher.submit(wire, version, time.monotonic(), timeout, **fields)
 
     def answer(self, batch: Batch, seconds: float = 0.01, **errors: str) -> None:
         """Give each request its own mark back as its item; `row_3="nan"` fails row 3."""
@@ -371,5 +376,64 @@ def test_a_batch_whose_catalog_the_engine_cannot_take_is_503_and_counts_as_no_wr
             assert error.detail == "the engine could not go over to catalog v1"
         for reason in ("nan", "invalid", "exception"):
             assert bench.counter("loka_invalid_answers_total", reason=reason) == 0
+
+    run(test)
+
+
+def test_no_tenant_and_no_bulk_work_holds_more_than_its_part_of_the_queue() -> None:
+    async def test() -> None:
+        bench = Bench(max_batch=1, max_queue=10)
+        bench.batcher.settings = replace(bench.batcher.settings, queue_share=0.4)
+        bench.submit(), bench.submit()  # both places of the engine are taken
+        for _ in range(3):
+            bench.submit(tenant="a")
+        bench.batcher.reserve("a")  # a body is being read
+        with pytest.raises(ProblemError, match="too many requests of this tenant") as refused:
+            bench.batcher.reserve("a")
+        assert refused.value.kind.status == 429
+        bench.batcher.release("a")
+        bench.submit(tenant="a")
+        with pytest.raises(ProblemError, match="too many requests of this tenant"):
+            bench.submit(tenant="a")
+        for _ in range(4):
+            bench.submit(tenant="b", priority="bulk")
+        with pytest.raises(ProblemError, match="too many bulk requests"):
+            bench.submit(priority="bulk")
+        bench.submit(), bench.submit()  # the rest is open to others
+        with pytest.raises(ProblemError, match="too many requests are waiting"):
+            bench.submit()
+
+    run(test)
+
+
+def test_what_cannot_be_answered_before_its_deadline_is_refused_at_once() -> None:
+    async def test() -> None:
+        bench = Bench(max_batch=2)
+        for mark in range(4):
+            bench.submit(mark)
+        bench.answer(bench.sent[0], seconds=1.0)  # a batch takes a second
+        for mark in range(4, 8):
+            bench.submit(mark)  # with the batch in flight: answered after two and three seconds
+        with pytest.raises(ProblemError, match="after its deadline") as refused:
+            bench.submit(8, timeout=2.0)
+        assert refused.value.kind.status == 429 and 0.5 < (refused.value.retry_after or 0.0) < 2.5
+        late = bench.submit(9, timeout=30.0)
+        soon = bench.submit(10, timeout=4.5)  # goes before those of a minute
+        bench.answer(bench.sent[1], seconds=1.0)
+        bench.answer(bench.sent[2], seconds=1.0)
+        assert mark_of(soon) == 10 if soon.future.done() else soon.sent is not None
+        assert late.sent is not None and not late.future.done()
+
+    run(test)
+
+
+def test_an_idle_engine_is_tried_whatever_its_mean_says() -> None:
+    async def test() -> None:
+        bench = Bench(max_batch=1)
+        bench.submit(1)
+        bench.answer(bench.sent[0], seconds=5.0)
+        ticket = bench.submit(2, timeout=1.0)
+        bench.answer(bench.sent[1])
+        assert mark_of(ticket) == 2
 
     run(test)

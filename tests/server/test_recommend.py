@@ -15,6 +15,7 @@ from loka_serve.config import ServerConfig
 from loka_serve.server import recommend
 from loka_serve.server.app import create_app
 from loka_serve.server.middleware import RequestContext
+from loka_serve.server.queue import Ticket
 from loka_serve.server.recommend import RecommendRoutes
 from loka_serve.server.resolution import resolve
 from loka_serve.server.state import ServerState, build_state
@@ -99,7 +100,12 @@ def test_what_ends_a_batch_early_drops_what_is_submitted(state: ServerState, mon
     )
     submitted = []
     submit = state.batcher.submit
-    monkeypatch.setattr(state.batcher, "submit", lambda *given: submitted.append(submit(*given)) or submitted[-1])
+
+    def recorded(*given: Any, **named: Any) -> Ticket:
+        submitted.append(submit(*given, **named))
+        return submitted[-1]
+
+    monkeypatch.setattr(state.batcher, "submit", recorded)
 
     async def run() -> None:
         routes = RecommendRoutes(state)
