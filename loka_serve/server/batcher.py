@@ -134,7 +134,7 @@ class Batcher:
         if left <= 0:
             self._expire(ticket)
             return ticket
-        self._require_hope(ticket, left)
+        self.require_hope(deadline, priority)
         self._waiting.add(ticket)
         ticket.timer = loop.call_later(left, self._expire, ticket)
         self._pump()
@@ -235,16 +235,20 @@ class Batcher:
         batches = -(-self.queue_depth // self.settings.max_batch)
         return ProblemError(QUEUE_FULL, detail, retry_after=batches * self._mean_seconds)
 
-    def _require_hope(self, ticket: Ticket, left: float) -> None:
+    def require_hope(self, deadline: float, priority: str) -> None:
         """Refuse at once what would only wait for its deadline, and keep others from theirs: overload ends here.
 
         An engine without work is always tried: its mean may be one of larger batches.
+
+        Raises:
+            ProblemError: 429.
         """
-        if ticket.priority != INTERACTIVE or not self._mean_seconds or not (self._waiting or self._flights):
+        if priority != INTERACTIVE or not self._mean_seconds or not (self._waiting or self._flights):
             return
+        left = deadline - time.monotonic()
         if self._seconds_behind(self._waiting.held_by(INTERACTIVE)) <= left:
             return
-        seconds = self._seconds_behind(self._waiting.ahead_of(ticket.deadline, INTERACTIVE))
+        seconds = self._seconds_behind(self._waiting.ahead_of(deadline, INTERACTIVE))
         if seconds > left:
             detail = f"too many requests are waiting: an answer would take {seconds:.3g} s, after its deadline"
             raise ProblemError(QUEUE_FULL, detail, retry_after=seconds - left)

@@ -138,6 +138,10 @@ class RecommendRoutes:
         with place_in_queue(self.state.batcher, self._tenant(request)):
             return await read_body(request, config.max_body_bytes, config.body_timeout_s, self._room)
 
+    def _timeout(self, milliseconds: float | None) -> float:
+        """Seconds that a request has from its arrival."""
+        return (self.state.config.default_timeout_ms if milliseconds is None else milliseconds) / 1000
+
     def _tenant(self, request: Request) -> str:
         """Who asks, by the header that the settings name; empty without one."""
         name = self.state.config.tenant_header
@@ -148,12 +152,14 @@ class RecommendRoutes:
     ) -> Pending:
         model, catalogs = self.state.model, self.state.catalogs
         if memoryview(body).nbytes <= LARGE_BODY_BYTES:
-            resolved = resolve(decode(body), model, catalogs.live)
+            asked = decode(body)
+            self.state.batcher.require_hope(context.arrival + self._timeout(asked.timeout_ms), asked.priority)
+            resolved = resolve(asked, model, catalogs.live)
         else:
             resolved = await asyncio.to_thread(_decode_and_resolve, decode, body, model, catalogs.live)
             if resolved.catalog not in (catalogs.live, catalogs.previous):  # replaced meanwhile: the engine forgets it
                 resolved = resolve(decode(body), model, catalogs.live)
-        timeout = self.state.config.default_timeout_ms / 1000 if resolved.timeout is None else resolved.timeout
+        timeout = self._timeout(resolved.timeout_ms)
         ticket = self.state.batcher.submit(
             resolved.wire,
             resolved.catalog.version,

@@ -57,7 +57,7 @@ class ResolvedRequest:
         history_length: items that the model sees.
         unknown_items: items of the history that the catalog does not have.
         fields: attributes to answer with.
-        timeout: seconds from arrival; None for the server's default.
+        timeout_ms: from arrival; None for the server's default.
         priority: `interactive` or `bulk`.
     """
 
@@ -66,7 +66,7 @@ class ResolvedRequest:
     history_length: int
     unknown_items: int
     fields: tuple[str, ...]
-    timeout: float | None
+    timeout_ms: float | None
     priority: str
 
 
@@ -95,7 +95,7 @@ def resolve(request: RecommendRequest, model: ServedModel, catalog: Catalog) -> 
         history_length=len(history),
         unknown_items=len(request.history or []) - len(items),
         fields=_fields(request.fields, catalog),
-        timeout=None if request.timeout_ms is None else request.timeout_ms / 1000,
+        timeout_ms=request.timeout_ms,
         priority=request.priority,
     )
 

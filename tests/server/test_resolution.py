@@ -117,9 +117,9 @@ def test_fields_are_kept_once_each() -> None:
     assert resolved(history=[], fields=["price", "kind", "price"]).fields == ("price", "kind")
 
 
-def test_timeout_is_in_seconds() -> None:
-    assert resolved(history=[], timeout_ms=250).timeout == 0.25
-    assert resolved(history=[]).timeout is None
+def test_timeout_is_as_asked_for() -> None:
+    assert resolved(history=[], timeout_ms=250).timeout_ms == 250
+    assert resolved(history=[]).timeout_ms is None
 
 
 UNKNOWN_ATTRIBUTE = "unknown attribute; known attributes: kind, price, tags"
