@@ -123,11 +123,32 @@ def beauty_table() -> str:
     return markdown_table(header, lines)
 
 
+def reliability_table() -> str:
+    """Each promise with what was measured; figures with a bar name it."""
+    rows = json.loads((RESULTS / "reliability.json").read_text())["rows"]
+    lines = [
+        [row["title"], "; ".join(_figure(figure) for figure in row["figures"]), "yes" if row["held"] else "**no**"]
+        for row in rows
+    ]
+    return markdown_table(["under this", "measured (bar)", "held"], lines)
+
+
+def _figure(figure: dict[str, Any]) -> str:
+    least, most = figure["least"], figure["most"]
+    bars = [f"at least {least:g}"] if least is not None and least != most else []
+    bars += [f"at most {most:g}"] if most is not None and least != most else []
+    bars += [f"exactly {most:g}"] if most is not None and least == most else []
+    value = "nothing" if figure["value"] is None else f"{round(figure['value'], 2):,g}"
+    unit = f" {figure['unit']}" if figure["unit"] else ""
+    return f"{figure['name']} {value}{unit}" + (f" ({', '.join(bars)})" if bars else "")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "groceries": groceries_table,
     "fp8": fp8_table,
     "beauty": beauty_table,
     "comparison": comparison_table,
+    "reliability": reliability_table,
 }
 
 
