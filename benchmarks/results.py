@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from loka_serve.errors import ConfigError
+
 Row = dict[str, Any]
 
 
@@ -27,14 +29,19 @@ class ResultFile:
         """Take over the rows of an earlier file, except those whose key is to be measured again.
 
         Raises:
-            ValueError: they are of another GPU, of other libraries or of another commit.
+            ConfigError: they are of another GPU, of other libraries or of another commit, or the file is no result.
         """
-        content = json.loads(previous.read_text())
+        try:
+            content = json.loads(previous.read_text())
+            environment = {**content["environment"]}
+            kept = [row for row in content["rows"] if tuple(row[field] for field in key_fields) not in replaced]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"--keep: {previous} is no result file: {type(error).__name__}: {error}") from error
         for field in ("gpu", "driver", "cuda", "libraries", "commit"):
-            found, here = content["environment"].get(field), self._content["environment"].get(field)
+            found, here = environment.get(field), self._content["environment"].get(field)
             if found != here:
-                raise ValueError(f"{previous}: its {field} is {found}: expected {here}, or measure all rows again")
-        self.rows.extend(row for row in content["rows"] if tuple(row[field] for field in key_fields) not in replaced)
+                raise ConfigError(f"{previous}: its {field} is {found}: expected {here}, or measure all rows again")
+        self.rows.extend(kept)
 
     def add(self, row: Row) -> None:
         self.rows.append(row)

@@ -26,7 +26,7 @@ def advice(sites: Sequence[SiteReport], gate: GateResult, recipe: str) -> list[s
     costliest = costliest_sites(sites, SITES)
     if not costliest:
         return [*lines, "no site is quantized: the difference lies in the engines, not in the recipes"]
-    lines.append("the sites with the largest error:")
+    lines.append("the sites that cost most:")
     lines += [f"  {_site(site)}" for site in costliest]
     if recipe == "auto":
         lines.append(
@@ -43,4 +43,5 @@ def _site(site: SiteReport) -> str:
     error = site.errors[recipe].output.relative_frobenius
     auto = choose(site.kind, site.errors)
     would = f"auto would keep {recipe}" if auto.recipe == recipe else f"auto would take {auto.recipe}"
-    return f"{site.name} ({recipe}, {error:.3f}): {would}: {auto.reason}"
+    cost = "" if site.cost is None else f", KL {site.cost.kl_divergence:.2g}"
+    return f"{site.name} ({recipe}, error {error:.3f}{cost}): {would}: {auto.reason}"

@@ -132,8 +132,12 @@ def test_results_are_written_row_by_row_and_taken_over(tmp_path: Path) -> None:
         {"batch": 8, "us": 2.0},
     ]
     other = ResultFile(tmp_path / "third.json", {"environment": {**environment, "commit": "2"}})
-    with pytest.raises(ValueError, match="its commit is 1: expected 2"):
+    with pytest.raises(ConfigError, match="its commit is 1: expected 2"):
         other.keep(tmp_path / "second.json", ("batch",), set())
+    for damaged in ("{", "[]", '{"environment": {"gpu": "H200", "commit": "2"}, "rows": [{}]}'):
+        (tmp_path / "damaged.json").write_text(damaged)
+        with pytest.raises(ConfigError, match="--keep: .*damaged.json is no result file"):
+            other.keep(tmp_path / "damaged.json", ("batch",), set())
 
 
 def test_ablation_rows() -> None:

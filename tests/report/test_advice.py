@@ -48,17 +48,17 @@ def test_the_five_costliest_sites_and_what_auto_would_do() -> None:
         "gate: top-50 overlap 0.700 (0.680 to 0.720 with 95 % confidence) is below --min-top-k-overlap 0.8"
     )
     assert lines[2] == (
-        "  outliers (fp8_tensor, 0.900): auto would take fp8_block: fp8_row: floored MERE 1.000 is not below 0.2; "
+        "  outliers (fp8_tensor, error 0.900): auto would take fp8_block: fp8_row: floored MERE 1.000 is not below 0.2; "
         "fp8_block is within bounds"
     )
-    assert lines[3].startswith("  hopeless (fp8_tensor, 0.800): auto would take bf16: ")
+    assert lines[3].startswith("  hopeless (fp8_tensor, error 0.800): auto would take bf16: ")
     assert [line.split()[0] for line in lines[2:7]] == ["outliers", "hopeless", "s5", "s4", "s3"]
     assert lines[7].startswith("--recipe auto builds that")
 
 
 def test_under_auto_itself() -> None:
     lines = advice([site("s", tensor=0.03, row=0.03, block=0.04, recipe="fp8_row")], GATE, "auto")
-    assert lines[2] == "  s (fp8_row, 0.030): auto would keep fp8_row: fp8_row is within bounds"
+    assert lines[2] == "  s (fp8_row, error 0.030): auto would keep fp8_row: fp8_row is within bounds"
     assert lines[3].startswith("this is what auto chose")
 
 
