@@ -48,8 +48,8 @@ def test_the_five_costliest_sites_and_what_auto_would_do() -> None:
         "gate: top-50 overlap 0.700 (0.680 to 0.720 with 95 % confidence) is below --min-top-k-overlap 0.8"
     )
     assert lines[2] == (
-        "  outliers (fp8_tensor, error 0.900): auto would take fp8_block: fp8_row: floored MERE 1.000 is not below 0.2; "
-        "fp8_block is within bounds"
+        "  outliers (fp8_tensor, error 0.900): auto would take fp8_block: "
+        "fp8_row: floored MERE 1.000 is not below 0.2; fp8_block is within bounds"
     )
     assert lines[3].startswith("  hopeless (fp8_tensor, error 0.800): auto would take bf16: ")
     assert [line.split()[0] for line in lines[2:7]] == ["outliers", "hopeless", "s5", "s4", "s3"]
