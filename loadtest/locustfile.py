@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from argparse import ArgumentTypeError
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gevent
 from locust import FastHttpUser, constant, events, task
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 MOST_HISTORIES = 20_000  # held in memory
 REACH_SECONDS = 10.0
 QUIT_AFTER_SECONDS = 0.5
+PAUSE_SECONDS = 0.1  # of a client that was refused
 MOST_UNREACHED = 10  # requests in a row that no server took, before the test ends
 
 
@@ -57,6 +58,10 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     group.add_argument(
         "--beams", type=_beams, default=None, env_var="LOKA_BEAMS",
         help="beam widths to mix, for example 16,32,64; by default narrow, the model's own, and wide",
+    )  # fmt: skip
+    group.add_argument(
+        "--allow-refusals", action="store_true", env_var="LOKA_ALLOW_REFUSALS",
+        help="429 and 503 with Retry-After are right answers of a server under more load than it can take",
     )  # fmt: skip
     group.add_argument("--seed", type=int, default=0, env_var="LOKA_SEED", help="of the order and the mix")
 
@@ -135,6 +140,9 @@ class Shopper(FastHttpUser):
     """Asks for one history after the other, without a pause."""
 
     wait_time = constant(0)
+    headers: ClassVar[dict[str, str]] = {}
+    fields: ClassVar[dict[str, Any]] = {}
+    label = ""
 
     def on_start(self) -> None:
         """Ask the server for its beams."""
@@ -160,9 +168,12 @@ class Shopper(FastHttpUser):
             "num_items": self.num_items,
             "beam_width": beam_width,
             "exclude_history": Shared.random.random() < 0.5,
+            **self.fields,
         }
-        name = f"/v1/recommend, {beam_width} beams"
-        with self.client.post("/v1/recommend", json=body, name=name, catch_response=True) as response:
+        name = f"/v1/recommend, {self.label or f'{beam_width} beams'}"
+        with self.client.post(
+            "/v1/recommend", json=body, headers=self.headers, name=name, catch_response=True
+        ) as response:
             if response.status_code == 0:
                 response.failure(f"no answer: {response.error}")
                 Shared.unreached += 1
@@ -170,6 +181,14 @@ class Shopper(FastHttpUser):
                     _refuse(self.environment, f"cannot reach {self.environment.host}: {response.error}", exit_code=1)
                 return
             Shared.unreached = 0
+            if (
+                self.environment.parsed_options.allow_refusals
+                and response.status_code in (429, 503)
+                and response.headers.get("retry-after")
+            ):
+                response.success()
+                gevent.sleep(PAUSE_SECONDS)
+                return
             if response.status_code != 200:
                 response.failure(f"{response.status_code}: {response.text}")
                 return
