@@ -16,7 +16,8 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 LOKA_BUNDLE=/bundle LOKA_HOST=0.0.0.0 
 RUN pip install --index-url https://download.pytorch.org/whl/cpu "torch>=2.11"
 COPY --from=wheel /wheels /wheels
 # hadolint ignore=DL3013
-RUN for wheel in /wheels/*.whl; do pip install "${wheel}[otel]"; done && useradd --create-home --uid 10001 loka
+RUN for wheel in /wheels/*.whl; do pip install "${wheel}[otel]"; done \
+ && useradd --create-home --uid 10001 loka && install --directory --owner=10001 /home/loka/.cache
 USER 10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
@@ -27,7 +28,8 @@ ENTRYPOINT ["python", "-m", "loka_serve.serve"]
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS cuda
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PATH=/opt/loka/bin:$PATH \
-    LOKA_BUNDLE=/bundle LOKA_HOST=0.0.0.0 LOKA_PORT=8000 LOKA_DEVICE=cuda
+    LOKA_BUNDLE=/bundle LOKA_HOST=0.0.0.0 LOKA_PORT=8000 LOKA_DEVICE=cuda \
+    HOME=/home/loka TRITON_CACHE_DIR=/home/loka/.cache/triton
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends python3 python3-dev python3-venv gcc \
@@ -36,7 +38,8 @@ RUN apt-get update \
  && pip install --index-url https://download.pytorch.org/whl/cu130 "torch>=2.11"
 COPY --from=wheel /wheels /wheels
 # hadolint ignore=DL3013
-RUN for wheel in /wheels/*.whl; do pip install "${wheel}[gpu,otel]"; done && useradd --create-home --uid 10001 loka
+RUN for wheel in /wheels/*.whl; do pip install "${wheel}[gpu,otel]"; done \
+ && useradd --create-home --uid 10001 loka && install --directory --owner=10001 /home/loka/.cache
 USER 10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM

@@ -64,6 +64,15 @@ def test_every_query_names_what_the_server_exposes(where: str, expression: str) 
         assert set(outcomes.split("|")) <= set(OUTCOMES), where
 
 
+@pytest.mark.parametrize(("where", "expression"), list(queries()), ids=lambda value: value[:40])
+def test_every_query_is_promql(where: str, expression: str) -> None:
+    parser = pytest.importorskip("promql_parser")
+    filled = expression.replace("$__rate_interval", "1m").replace("<<.LabelMatchers>>", 'pod="p"')
+    assert parser.parse(filled) is not None
+    with pytest.raises(ValueError):
+        parser.parse(filled + ")")
+
+
 def test_a_query_for_something_else_would_be_noticed() -> None:
     assert not set(NAME.findall("rate(loka_requests_seen_total[5m])")) <= exposed()
     assert "loka_requests_total" in exposed() and "loka_request_seconds_bucket" in exposed()
