@@ -17,6 +17,7 @@ from loka_serve.settings import (
     ExistingPath,
     Integer,
     Number,
+    OutputPath,
     Sizes,
     Switch,
     Text,
@@ -186,6 +187,12 @@ class ServerConfig:
         "open PUT /v1/catalog and POST /v1/catalog/rollback to keys of scope admin, or to all if there are no keys",
         "catalog",
         False,
+    )
+    watch_catalog: Path | None = setting(
+        OutputPath(),
+        "a JSONL or Parquet file that goes live whenever it is replaced; it need not be there yet (default: none)",
+        "catalog",
+        None,
     )
     max_catalog_bytes: int = setting(Integer(1, 1 << 40), "largest body of PUT /v1/catalog", "catalog", 2 << 30)
 

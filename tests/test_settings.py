@@ -37,7 +37,8 @@ def test_every_field_is_a_flag_and_a_variable_and_the_flag_wins(tmp_path: Path) 
         "hopper_context_precision": "fp8", "hopper_batches": "1,8", "hopper_beams": "128, 512", "hopper_contexts": "9",
         "hopper_memory_share": "0.5", "hopper_catalog_headroom": "2", "hopper_tune": "true", "drain_timeout_s": "13",
         "log_level": "debug", "summary_interval_s": "14", "frozen_dispatch": "true", "hopper_batch_invariant": "true",
-        "max_batch_cost": "17", "tenant_header": "X-Tenant", "queue_share": "0.25",
+        "watch_catalog": str(tmp_path / "items.jsonl"), "max_batch_cost": "17",
+        "tenant_header": "X-Tenant", "queue_share": "0.25",
         "drift_sample_every": "15", "drift_window": "16", "drift_psi_limit": "0.5", "drift_amax_ratio": "1.5",
         "log_format": "json", "tracing": "otlp", "api_keys_file": str(tmp_path), "allow_debug": "true",
     }  # fmt: skip

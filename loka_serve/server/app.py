@@ -17,6 +17,7 @@ from starlette.routing import Route
 from loka_serve import __version__
 from loka_serve.server import openapi, problems, schemas
 from loka_serve.server.catalog_routes import CatalogRoutes
+from loka_serve.server.catalog_watch import CatalogWatcher
 from loka_serve.server.debug_routes import add_debug_routes
 from loka_serve.server.encoding import json_response
 from loka_serve.server.engine_client import STOP_SECONDS
@@ -42,6 +43,8 @@ def create_app(state: ServerState) -> FastAPI:
         if state.config.summary_interval_s:
             summaries = log_summaries(state.window, lambda: state.batcher.queue_depth, state.config.summary_interval_s)
             tasks.append(asyncio.create_task(summaries))
+        if state.config.watch_catalog is not None:
+            tasks.append(asyncio.create_task(CatalogWatcher(state, state.config.watch_catalog).run()))
         try:
             yield
         finally:
