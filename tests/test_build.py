@@ -134,7 +134,8 @@ def test_a_failing_gate_exits_with_3_and_touches_nothing(
     output, errors = capsys.readouterr()
     assert "gate FAILED" in output
     assert "with 95 % confidence) is below --min-top-k-overlap 1" in errors
-    named = re.findall(r"^  (\S+) \(fp8_\w+, 0\.\d+\): auto would keep fp8_\w+: ", errors, re.MULTILINE)
+    line = r"^  (\S+) \(fp8_\w+, error 0\.\d+(?:, KL [^)]+)?\): auto would keep fp8_\w+: "
+    named = re.findall(line, errors, re.MULTILINE)
     rejected = Bundle.load(tmp_path / "bundle.rejected")
     assert len(named) == 5 and set(named) <= set(rejected.plan.quantized_sites)
     assert rejected.gate["passed"] is False and rejected.gate["top_k_overlap"] < 1
