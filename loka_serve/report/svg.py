@@ -31,6 +31,9 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+LEAST_LOG = 1e-300  # on a logarithmic axis; a few steps below it numbers have no digits left
+
+
 @dataclass(frozen=True)
 class Axis:
     """A scale from `low` to `high`; `log` for a logarithmic one, whose ends are positive."""
@@ -43,7 +46,7 @@ class Axis:
     @classmethod
     def over(cls, label: str, values: Sequence[float], log: bool = False, zero: bool = False) -> Axis:
         """One that holds these values with a little room; from 0 if `zero`. What no scale can show is left out."""
-        shown = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        shown = [value for value in values if math.isfinite(value) and (value >= LEAST_LOG or not log)]
         if not shown:
             return cls(label, 1.0 if log else 0.0, 10.0 if log else 1.0, log)
         low, high = min(shown), max(shown)
@@ -55,7 +58,7 @@ class Axis:
     def place(self, value: float) -> float:
         """0 at `low`, 1 at `high`; what lies outside is put at the end."""
         if self.log:
-            value, low, high = math.log(max(value, 1e-300)), math.log(self.low), math.log(self.high)
+            value, low, high = math.log(max(value, LEAST_LOG)), math.log(self.low), math.log(self.high)
         else:
             low, high = self.low, self.high
         return min(1.0, max(0.0, (value - low) / (high - low)))

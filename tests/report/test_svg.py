@@ -35,7 +35,7 @@ def test_any_values_fit_their_axis(values: list[float], log: bool) -> None:
 
 def test_an_axis_over_nothing() -> None:
     assert Axis.over("x", [math.nan, math.inf]) == Axis("x", 0.0, 1.0)
-    assert Axis.over("x", [0.0, -1.0], log=True) == Axis("x", 1.0, 10.0, log=True)
+    assert Axis.over("x", [0.0, -1.0, 5e-324], log=True) == Axis("x", 1.0, 10.0, log=True)
 
 
 def test_a_chart_puts_marks_where_they_belong() -> None:
